@@ -12,8 +12,6 @@ from foreign_cases import (
     OWN,
     REFUSED,
     REFUSED_AT_STEP,
-    CountsInState,
-    LoadsByItself,
     exact_weights,
     make_run,
     train,
@@ -92,38 +90,6 @@ def test_a_resumed_run_and_a_copy_repeat_the_uninterrupted_one(name, tmp_path):
     assert states.count(states[0]) == len(states)
 
 
-@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
-@pytest.mark.parametrize("anew", [True, False], ids=["new", "goes back"])
-def test_a_class_that_loads_without_torchs_hooks_resumes_bit_for_bit(recipe, anew):
-    model, optimizer = make_run(LoadsByItself, recipe)
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(3, 6))
-    expected = [bits(p) for p in model.parameters()]
-    if anew:
-        model, optimizer = make_run(LoadsByItself, recipe, seed=1)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    train(model, optimizer, range(3, 6))
-    assert all(map(torch.equal, map(bits, model.parameters()), expected))
-
-
-def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplog):
-    model, optimizer = make_run(LoadsByItself, "bf16-fp32-master")
-    train(model, optimizer, range(3))
-    _, other = make_run(LoadsByItself, "bf16-stochastic")
-    other.load_state_dict(optimizer.state_dict())
-    assert "weights bf16+16 -> bf16_stochastic" in caplog.text
-    broken = copy.deepcopy(optimizer.state_dict())
-    broken["state"][0]["wrapped"]["momentum_buffer"] = torch.zeros(7)
-    broken["state"][0]["remainder16"] = torch.zeros(7)
-    states, groups = optimizer.state, optimizer.param_groups
-    with pytest.raises(torch_bf16.StateMismatchError, match=r"Nothing was changed"):
-        optimizer.load_state_dict(broken)
-    assert optimizer.state is states
-    assert optimizer.param_groups is groups
-
-
 def snapshot(run):
     model, optimizer = run
     return [
@@ -156,24 +122,6 @@ def test_known_states_take_the_recipes_formats_and_others_stay_fp32():
     )
     with pytest.raises(ValueError, match=r"a state takes the format of .exp_avg. or .exp_avg_sq."):
         make_run(ADAMW_WITH_AMSGRAD, "bf16-stochastic", roles={"max_exp_avg_sq": "int3"})
-
-
-def test_what_is_counted_in_the_state_is_saved_resumed_and_copied():
-    model, optimizer = make_run(CountsInState, "bf16-stochastic")
-    train(model, optimizer, range(3))
-    assert optimizer.state["k"].tolist() == [4]
-    assert torch_bf16.fp32_optimizer_state_dict(optimizer)["state"]["k"].tolist() == [4]
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    resumed, other = make_run(CountsInState, "bf16-stochastic", seed=1)
-    resumed.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    copied, third = pickle.loads(pickle.dumps((model, optimizer)))
-    for each in ((model, optimizer), (resumed, other), (copied, third)):
-        train(*each, range(3, 6))
-        assert each[1].state["k"].tolist() == [7]
-    for each in (resumed, copied):
-        pairs = zip(model.parameters(), each.parameters(), strict=True)
-        assert all(torch.equal(one, two) for one, two in pairs)
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -296,21 +244,6 @@ def test_following_the_first_steps_draws_no_random_number():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_change_of_recipe_on_load(caplog):
-    model, optimizer = make_run(ADAMW_WITH_AMSGRAD, "bf16-fp32-master")
-    train(model, optimizer, range(3))
-    other, into = make_run(ADAMW_WITH_AMSGRAD, "bf16-stochastic")
-    other.load_state_dict(model.state_dict())
-    into.load_state_dict(optimizer.state_dict())
-    assert "weights bf16+16 -> bf16_stochastic" in caplog.text
-    state = into.state[other[0].weight]
-    saved = optimizer.state[model[0].weight]
-    assert torch.equal(state["exp_avg"], saved["exp_avg"].bfloat16())
-    assert torch.equal(state["max_exp_avg_sq"], saved["max_exp_avg_sq"])
-    assert "remainder16" not in state
-    train(other, into, range(3, 5))
-
-
 def test_gradients_are_only_read_and_hooks_run_once():
     model, optimizer = make_run(OWN["rmsprop"], "bf16-stochastic")
     optimizer.bucket_bytes = 1
@@ -364,29 +297,3 @@ def test_a_role_for_a_state_that_is_never_made_is_pointed_out():
     ) as caught:
         train(*run, range(5))
     assert len(caught) == 1
-
-
-class ChoosesHalves(torch.optim.SGD):
-    """Keeps its momentum in bf16, whatever its parameters are."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if "average" not in state:
-                    state["average"] = torch.zeros_like(p, dtype=torch.bfloat16)
-                state["average"].mul_(0.9).add_(p.grad)
-                p.sub_(state["average"], alpha=0.1)
-
-
-def test_a_state_that_a_class_keeps_in_bf16_stays_so_also_after_a_resume():
-    runs = [make_run(ChoosesHalves, "bf16-stochastic", seed=seed) for seed in (0, 1)]
-    train(*runs[0], range(2))
-    for ours, other in zip(*runs, strict=True):
-        other.load_state_dict(copy.deepcopy(ours.state_dict()))
-    for run in runs:
-        train(*run, range(2, 5))
-        assert run[1].state[run[0][0].weight]["average"].dtype == torch.bfloat16
-    assert snapshot(runs[0]) == snapshot(runs[1])
-    assert all(map(torch.equal, runs[0][0].parameters(), runs[1][0].parameters()))

@@ -25,6 +25,7 @@ from torch_bf16.optim.planning import check_in_model, collect, keep_states, with
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
+from torch_bf16.states import schema
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes
@@ -50,6 +51,9 @@ ROLES = {
     "square_avg": SECOND_MOMENT,
 }
 """States whose meaning is known by their name; any other is kept in fp32."""
+
+# Methods that a class may extend, in front of torch's or ours.
+_EXTENDED = ("state_dict", "load_state_dict", "add_param_group", "zero_grad")
 
 _MOMENTS = {*FORMATS["exp_avg"].values(), *FORMATS["exp_avg_sq"].values()}
 
@@ -121,6 +125,23 @@ class ForeignOptimizer(BF16Optimizer):
         OwnStep(self, members).take(float(inputs.multiplier))
         for observer in self.observers:
             observer.after_update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict, which also names the states that the class itself keeps in bf16."""
+        state_dict = super().state_dict()
+        if narrow := sorted(self._engine.traits.narrow):
+            state_dict[schema.HEADER][schema.NARROW] = narrow
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; what the class kept in bf16 in the saved run stays so."""
+        traits = self._engine.traits
+        before, traits.narrow = traits.narrow, traits.narrow | schema.narrow_states(state_dict)
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            traits.narrow = before
+            raise
 
     @torch.no_grad()
     def _rewrite(self, method: str) -> None:
@@ -240,16 +261,23 @@ def foreign_class(kind: type[torch.optim.Optimizer]) -> type[ForeignOptimizer]:
     if root is not torch.optim.Optimizer and root.__base__ is not None:
         # An object can change its class only if both get their __dict__ from the same base, such
         # as ABC. With that base in front, our methods come after the class's own; so they are
-        # copied into the new class.
+        # copied into the new class, except where the class's own calls ours by super().
         ours = types.new_class(ours.__name__, (root.__base__, ours))
+        excluded = {"__dict__", "__weakref__", "__annotations__", "__abstractmethods__"}
+        excluded |= {name for name in _EXTENDED if _calls_super(getattr(kind, name))}
         methods = {
             name: each
             for base in (BF16Optimizer, ForeignOptimizer)
             for name, each in vars(base).items()
-            if name not in ("__dict__", "__weakref__", "__annotations__", "__abstractmethods__")
+            if name not in excluded
         }
         names = methods | names
     return types.new_class(kind.__name__, (ours, kind), exec_body=lambda body: body.update(names))
+
+
+def _calls_super(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and "super" in code.co_names
 
 
 def _rewriting(name: str, own: Any) -> Any:

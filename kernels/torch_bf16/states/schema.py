@@ -15,14 +15,17 @@ from torch_bf16.recipe import Recipe
 
 __all__ = [
     "HEADER",
+    "NARROW",
     "check_header",
     "check_hyperparameters",
     "check_names",
     "check_whole",
     "header",
+    "narrow_states",
 ]
 
 HEADER = "torch_bf16"
+NARROW = "narrow"
 SCHEMA = 1
 
 # Options that older versions of torch do not save, or that no step of ours reads.
@@ -135,6 +138,22 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             "recipe; it is damaged. Delete it to load the rest as it is"
         )
     return dataclasses.replace(recipe, seed=other["seed"])
+
+
+def narrow_states(state_dict: Any) -> set[str]:
+    """Names of the states that an optimizer's own step made in bf16 or fp16 in the saved run.
+
+    Raises:
+        StateMismatchError: the entry is damaged.
+    """
+    saved = state_dict.get(HEADER) if isinstance(state_dict, Mapping) else None
+    narrow = saved.get(NARROW, []) if isinstance(saved, Mapping) else []
+    if not isinstance(narrow, (list, tuple)) or not all(isinstance(each, str) for each in narrow):
+        raise StateMismatchError(
+            f"{NARROW!r} in the entry {HEADER!r} of the state dict is damaged: it is {narrow!r} and "
+            "must be a list of names. Delete it to load the rest as it is"
+        )
+    return {*narrow}
 
 
 def check_names(saved: Sequence[Sequence[Any]], live: Sequence[Sequence[Any]]) -> None:

@@ -1,0 +1,166 @@
+"""State dicts of optimizers that step by their own code."""
+
+import abc
+import copy
+import pickle
+
+import pytest
+import torch
+from foreign_cases import ADAMW_WITH_AMSGRAD, CountsInState, LoadsByItself, make_run, train
+from optimizer_cases import bits
+
+import torch_bf16
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+@pytest.mark.parametrize("anew", [True, False], ids=["new", "goes back"])
+def test_a_class_that_loads_without_torchs_hooks_resumes_bit_for_bit(recipe, anew):
+    model, optimizer = make_run(LoadsByItself, recipe)
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(3, 6))
+    expected = [bits(p) for p in model.parameters()]
+    if anew:
+        model, optimizer = make_run(LoadsByItself, recipe, seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, range(3, 6))
+    assert all(map(torch.equal, map(bits, model.parameters()), expected))
+
+
+def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplog):
+    model, optimizer = make_run(LoadsByItself, "bf16-fp32-master")
+    train(model, optimizer, range(3))
+    _, other = make_run(LoadsByItself, "bf16-stochastic")
+    other.load_state_dict(optimizer.state_dict())
+    assert "weights bf16+16 -> bf16_stochastic" in caplog.text
+    broken = copy.deepcopy(optimizer.state_dict())
+    broken["state"][0]["wrapped"]["momentum_buffer"] = torch.zeros(7)
+    broken["state"][0]["remainder16"] = torch.zeros(7)
+    states, groups = optimizer.state, optimizer.param_groups
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"Nothing was changed"):
+        optimizer.load_state_dict(broken)
+    assert optimizer.state is states
+    assert optimizer.param_groups is groups
+
+
+def test_what_is_counted_in_the_state_is_saved_resumed_and_copied():
+    model, optimizer = make_run(CountsInState, "bf16-stochastic")
+    train(model, optimizer, range(3))
+    assert optimizer.state["k"].tolist() == [4]
+    assert torch_bf16.fp32_optimizer_state_dict(optimizer)["state"]["k"].tolist() == [4]
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed, other = make_run(CountsInState, "bf16-stochastic", seed=1)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    copied, third = pickle.loads(pickle.dumps((model, optimizer)))
+    for each in ((model, optimizer), (resumed, other), (copied, third)):
+        train(*each, range(3, 6))
+        assert each[1].state["k"].tolist() == [7]
+    for each in (resumed, copied):
+        pairs = zip(model.parameters(), each.parameters(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_a_change_of_recipe_on_load(caplog):
+    model, optimizer = make_run(ADAMW_WITH_AMSGRAD, "bf16-fp32-master")
+    train(model, optimizer, range(3))
+    other, into = make_run(ADAMW_WITH_AMSGRAD, "bf16-stochastic")
+    other.load_state_dict(model.state_dict())
+    into.load_state_dict(optimizer.state_dict())
+    assert "weights bf16+16 -> bf16_stochastic" in caplog.text
+    state = into.state[other[0].weight]
+    saved = optimizer.state[model[0].weight]
+    assert torch.equal(state["exp_avg"], saved["exp_avg"].bfloat16())
+    assert torch.equal(state["max_exp_avg_sq"], saved["max_exp_avg_sq"])
+    assert "remainder16" not in state
+    train(other, into, range(3, 5))
+
+
+class ChoosesHalves(torch.optim.SGD):
+    """Keeps its momentum in bf16, whatever its parameters are."""
+
+    key = "average"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if self.key not in state:
+                    state[self.key] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state[self.key].mul_(0.9).add_(p.grad)
+                p.sub_(state[self.key], alpha=0.1)
+
+
+class ChoosesHalvesForAKnownState(ChoosesHalves):
+    """The same, under a name for which recipes have a format."""
+
+    key = "exp_avg"
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+@pytest.mark.parametrize("kind", [ChoosesHalves, ChoosesHalvesForAKnownState])
+def test_a_state_that_a_class_keeps_in_bf16_stays_so_also_after_a_resume(kind, recipe):
+    runs = [make_run(kind, recipe, seed=seed) for seed in (0, 1)]
+    train(*runs[0], range(2))
+    for ours, other in zip(*runs, strict=True):
+        other.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for run in runs:
+        train(*run, range(2, 5))
+        assert run[1].state[run[0][0].weight][kind.key].dtype == torch.bfloat16
+    assert all(map(torch.equal, runs[0][0].parameters(), runs[1][0].parameters()))
+
+
+def test_a_damaged_list_of_such_states_is_refused():
+    model, optimizer = make_run(ChoosesHalves, "bf16-fp32-master")
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    assert saved["torch_bf16"]["narrow"] == ["average"]
+    saved["torch_bf16"]["narrow"] = 3
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"'narrow' .* is 3 and must be a list"):
+        optimizer.load_state_dict(saved)
+
+
+def counting(*bases):
+    """A class of descent at a growing rate, whose count is an entry of its state dict."""
+
+    class Counts(*bases):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+            self.total = 0
+
+        def state_dict(self):
+            return {**super().state_dict(), "total": self.total}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.total = state_dict["total"]
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.total += 1
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"] * self.total)
+
+    return Counts
+
+
+# The optimizers of pytorch_optimizer derive from ABC.
+@pytest.mark.parametrize("bases", [[torch.optim.Optimizer], [abc.ABC, torch.optim.Optimizer]])
+def test_what_a_class_adds_to_its_state_dict_is_saved_and_loaded(bases):
+    kind = counting(*bases)
+    runs = [make_run(kind, "bf16-fp32-master", seed=seed) for seed in (0, 1)]
+    train(*runs[0], range(3))
+    saved = copy.deepcopy([each.state_dict() for each in runs[0]])
+    assert saved[1]["total"] == 3
+    assert saved[1]["torch_bf16"]["recipe"]["name"] == "bf16-fp32-master"
+    for each, content in zip(runs[1], saved, strict=True):
+        each.load_state_dict(content)
+    for run in runs:
+        train(*run, range(3, 6))
+        assert run[1].total == 6
+    assert all(
+        map(torch.equal, map(bits, runs[0][0].parameters()), map(bits, runs[1][0].parameters()))
+    )
