@@ -150,8 +150,8 @@ def narrow_states(state_dict: Any) -> set[str]:
     narrow = saved.get(NARROW, []) if isinstance(saved, Mapping) else []
     if not isinstance(narrow, (list, tuple)) or not all(isinstance(each, str) for each in narrow):
         raise StateMismatchError(
-            f"{NARROW!r} in the entry {HEADER!r} of the state dict is damaged: it is {narrow!r} and "
-            "must be a list of names. Delete it to load the rest as it is"
+            f"{NARROW!r} in the entry {HEADER!r} of the state dict is damaged: it is {narrow!r} "
+            "and must be a list of names. Delete it to load the rest as it is"
         )
     return {*narrow}
 
