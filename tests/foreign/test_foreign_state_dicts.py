@@ -6,7 +6,14 @@ import pickle
 
 import pytest
 import torch
-from foreign_cases import ADAMW_WITH_AMSGRAD, CountsInState, LoadsByItself, make_run, train
+from foreign_cases import (
+    ADAMW_WITH_AMSGRAD,
+    CountsInState,
+    LoadsByItself,
+    exact_weights,
+    make_run,
+    train,
+)
 from optimizer_cases import bits
 
 import torch_bf16
@@ -120,6 +127,42 @@ def test_a_damaged_list_of_such_states_is_refused():
     saved["torch_bf16"]["narrow"] = 3
     with pytest.raises(torch_bf16.StateMismatchError, match=r"'narrow' .* is 3 and must be a list"):
         optimizer.load_state_dict(saved)
+
+
+class NormedMomentum(torch.optim.Optimizer):
+    """Descent by momentum over its norm in all parameters; writes its states in place."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        for p in every:
+            state = self.state[p]
+            if not state:
+                state["exp_avg"], state["count"] = torch.zeros_like(p), torch.zeros(())
+            state["count"] += 1
+            state["exp_avg"].mul_(0.9).add_(p.grad)
+        norm = torch.stack([self.state[p]["exp_avg"].norm() for p in every]).norm()
+        for p in every:
+            p.sub_(self.state[p]["exp_avg"] / norm / self.state[p]["count"])
+
+
+def test_a_call_that_is_undone_leaves_the_states_of_a_resumed_run():
+    """The first call is for some parameters only, and shows that they are coupled."""
+    model, optimizer = make_run(NormedMomentum, "bf16-fp32-master")
+    train(model, optimizer, range(3))
+    other, resumed = make_run(NormedMomentum, "bf16-fp32-master", seed=1)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.bucket_bytes = 1
+    fp32, reference = make_run(NormedMomentum, None)
+    train(fp32, reference, range(6))
+    train(other, resumed, range(3, 6))
+    pairs = zip(exact_weights(other, resumed), fp32.parameters(), strict=True)
+    assert all(torch.equal(bits(each), bits(expected)) for each, expected in pairs)
+    assert all(state["count"] == 6 for state in resumed.state.values())
 
 
 def counting(*bases):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections import defaultdict
@@ -151,11 +152,18 @@ class OwnStep:
         bucket: Sequence[WorkingCopy],
         scale: float | None,
         method: str = "step",
-        **how: bool,
+        follow: bool = False,
+        apart: bool = False,
     ) -> Computed:
-        """The weights and states that a method of the class computes; nothing is written."""
+        """The weights and states that a method of the class computes.
+
+        Nothing is written, except that a call that is neither followed nor undone may write states
+        which are stored in fp32; for ``follow`` and ``apart`` see :meth:`.Runner.run`.
+        """
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
+        if follow or apart:
+            before = copy.deepcopy(before)
         looked_at = scale is not None and world_size() == 1
         idle = {
             n: IdleCopy(each.group, copies[n], before[n])
@@ -165,7 +173,8 @@ class OwnStep:
         keys_before = [{*state} for state in before]
         groups = [each.group for each in bucket]
         try:
-            states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
+            members = [*zip(groups, copies, before, strict=True)]
+            states = self._runner.run(members, method, follow, apart)
         except RuntimeError as error:
             gradients = (each.parameter.grad for each in bucket)
             if any(each is not None and each.requires_grad for each in gradients):
