@@ -16,27 +16,32 @@ from torch import Tensor, nn
 from torch_bf16.sharding import world_size
 from torch_bf16.states.views import COUNTER, MASTERS
 
-__all__ = ["IdleCopy", "IdleKinds", "idle_parameters"]
+__all__ = ["IdleCopy", "IdleKinds", "idle_parameters", "kind_of"]
 
 IdleKinds = dict[tuple[int, bool], bool]
 """Whether a step moves parameters without a gradient, by group and by whether they have states."""
 
 
 def idle_parameters(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], kinds: IdleKinds
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    kinds: IdleKinds,
+    couples: bool,
 ) -> list[Tensor]:
     """The parameters without a gradient that the class's own step must see.
 
     Frozen ones, and those of which this rank holds nothing, are not among them. If there are
     several processes, all others are, and count as moved: a step that divides its work among the
-    ranks shows each something else, and they must agree on what it gets and on the noise.
+    ranks shows each something else, and they must agree on what it gets and on the noise. All
+    others are also among them if the step couples parameters: it may pair them by their places.
 
     Args:
         optimizer: the optimizer.
         parameters: its parameters.
         kinds: what is known of them.
+        couples: whether the step is known to couple parameters.
     """
-    if world_size() > 1:
+    if couples or world_size() > 1:
         kinds = {}
     idle = {p for p in parameters if p.grad is None and p.requires_grad and p.numel()}
     return [

@@ -109,8 +109,11 @@ class ForeignOptimizer(BF16Optimizer):
 
         Those without one are among them as long as the class's own step may move them.
         """
-        idle = idle_parameters(self, parameters, self._engine.traits.idle)
-        parameters = with_gradients(parameters) + idle
+        traits = self._engine.traits
+        idle = idle_parameters(self, parameters, traits.idle, traits.couples)
+        chosen = {*with_gradients(parameters), *idle}
+        # In their order: a step may pair them by their places.
+        parameters = [each for each in parameters if each in chosen]
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         if len(parameters) == len(idle):

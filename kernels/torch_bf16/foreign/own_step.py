@@ -21,7 +21,7 @@ from torch_bf16.states.views import COUNTER, MASTERS
 
 from .advice import refusal
 from .capabilities import Traits, is_elementwise
-from .idle_parameters import IdleCopy
+from .idle_parameters import IdleCopy, kind_of
 from .runner import Runner
 from .working_copy import WorkingCopy
 
@@ -83,7 +83,10 @@ class OwnStep:
         if first:
             self._warn_of_gathering()
         for bucket in buckets:
-            self._store(bucket, computed or self._compute(bucket, scale))
+            if computed is None:
+                bucket = [each for each in bucket if not self._is_left_alone(each)]
+            if bucket:
+                self._store(bucket, computed or self._compute(bucket, scale))
             computed = None
         self._finish()
         if self._traits.named and not self._traits.looks:
@@ -133,6 +136,13 @@ class OwnStep:
         sample = [each for each in self._members if id(each) in chosen]
         others = [each for each in self._members if id(each) not in chosen]
         return [sample, *self._buckets(others)]
+
+    def _is_left_alone(self, member: WorkingCopy) -> bool:
+        """Whether a bucket before has shown that the step does nothing to such a member."""
+        if not member.is_idle or self._traits.couples or world_size() > 1:
+            return False
+        kind = kind_of(member.group, dict.get(self._optimizer.state, member.parameter, {}))
+        return self._traits.idle.get(kind) is False
 
     def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
         """Buckets of members whose fp32 copies fit in ``bucket_bytes``."""

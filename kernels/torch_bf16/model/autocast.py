@@ -6,11 +6,13 @@ wider one. With bf16 weights, more operations get tensors of both dtypes, which 
 scatters, cross products, norms. On CPUs autocast leaves norms and products with a vector alone,
 too, and some functions have no kernel for bf16, or one that returns garbage (the matrix exponential
 of ``parametrizations.orthogonal``). A mask is often filled with the lowest number of another
-tensor's dtype, and that of fp32 is too low for bf16.
+tensor's dtype, and that of fp32 is too low for bf16. ``lstm`` chooses oneDNN's kernel for its fp32
+input, and autocast then gives that kernel bf16 numbers, which it refuses on CPUs with AVX2 alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +63,9 @@ _FILLING = (
     *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill.int_Scalar"),
     *("index_fill_.int_Scalar", "where.ScalarOther", "where.ScalarSelf"),
 )
+
+# With bf16 arguments torch asks first whether oneDNN has a kernel for them.
+_CAST = ("lstm.input",)
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _FP32_MAX, _BF16_MAX = (torch.finfo(each).max for each in _FLOATS)
@@ -165,6 +170,11 @@ def _kernel(
 ) -> Any:
     below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     device = key.removeprefix("Autocast").lower()
+    run = operator
+    if convert is _cast_all:
+        # In inference mode a mode gets the whole operation and decomposes it in Python, which
+        # chooses oneDNN's kernel for bf16, too.
+        run = functools.partial(operator._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
     # torch.compile would make it a graph of its own, once for each mixture of dtypes.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -173,7 +183,7 @@ def _kernel(
         converted = (_IN_FP32 if fp32 else {}).get(convert, convert)([*args, *kwargs.values()])
         kwargs = dict(zip(kwargs, converted[len(args) :], strict=True))
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):
-            result = operator(*converted[: len(args)], **kwargs)
+            result = run(*converted[: len(args)], **kwargs)
         return widen(result) if fp32 and widen_result else result
 
     return call
@@ -183,6 +193,19 @@ def _widen_all(arguments: Sequence[Any]) -> Sequence[Any]:
     return [
         [widen(x) for x in each] if isinstance(each, list) else widen(each) for each in arguments
     ]
+
+
+def _cast_all(arguments: Sequence[Any]) -> Sequence[Any]:
+    """All arguments in the dtype that autocast on the CPU computes in."""
+    dtype = torch.get_autocast_dtype("cpu")
+
+    def cast(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [cast(each) for each in argument]
+        floats = isinstance(argument, Tensor) and argument.dtype in _FLOATS
+        return argument.to(dtype) if floats else argument
+
+    return cast(arguments)
 
 
 def _promote(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -243,7 +266,7 @@ _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
 }
 
 GAPS: dict[str, dict[_Convert, tuple[str, ...]]] = {
-    "AutocastCPU": {_promote_by_input: _NORMS, **_ANYWHERE},
+    "AutocastCPU": {_promote_by_input: _NORMS, _cast_all: _CAST, **_ANYWHERE},
     "AutocastCUDA": _ANYWHERE,
 }
 """For each dispatch key, the functions that convert arguments, each with its operations."""
