@@ -99,8 +99,10 @@ def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path
     assert "RuntimeError: mixed_precision='bf16-stochastic' was asked for, but" in done.stderr
 
 
-# Not what old releases of Accelerate call by names that numpy has deprecated.
-PYTHON = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning"]
+# Not what old releases of Accelerate call by names that numpy has deprecated, nor what depends on
+# the processor.
+_IGNORED = "-W", "ignore::DeprecationWarning", "-W", "ignore:this CPU takes"
+PYTHON = [sys.executable, "-W", "error", *_IGNORED]
 
 
 def test_late_import_works_with_the_hook_switched_off(tmp_path):

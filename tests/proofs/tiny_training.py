@@ -100,6 +100,8 @@ def train(case: Trainable, way: str, steps: int = STEPS) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # About the machine, not the model.
+        warnings.filterwarnings("ignore", "this CPU takes")
         if way in MODES:
             model, optimizer = torch_bf16.prepare(model, optimizer, way)
             # Not at the end: some models recast a buffer themselves, to what they add it to.
