@@ -202,9 +202,29 @@ class CountsParameters(torch.optim.SGD):
                 self.number += 1
 
 
+class Skips(torch.optim.SGD):
+    """Keeps in an attribute whether it has skipped, as the skip-step classes of OLMo-core do."""
+
+    def __init__(self, params, by_norm):
+        super().__init__(params, lr=0.1)
+        self.by_norm, self.factor = by_norm, None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        if self.by_norm:
+            self.factor = (torch.stack([p.grad.norm() for p in every]).norm() < 0.5).float()
+        else:
+            self.factor = torch.tensor(1.0) if self.factor is None else 1 - self.factor
+        for p in every:
+            p.sub_(self.factor * 0.1 * p.grad)
+
+
 @pytest.mark.parametrize(
     ("make", "couples"),
     [
+        (lambda p: Skips(p, by_norm=True), True),
+        (lambda p: Skips(p, by_norm=False), False),
         (lambda p: InPlace(p, "list"), True),
         (lambda p: InPlace(p, "option"), True),
         (lambda p: InPlace(p, None), False),

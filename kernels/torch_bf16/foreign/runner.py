@@ -199,8 +199,9 @@ class Runner:
         options = [{**self._options_of(n), **self._options.get(n, {})} for n in groups]
         if why := looks_up({**self._before, **self.attributes}, options, ids):
             return why
+        # Single numbers are counts or verdicts, not what belongs to a parameter.
         for name, each in self.attributes.items():
-            if any(isinstance(inner, Tensor) for inner in within(each)):
+            if any(isinstance(inner, Tensor) and inner.numel() > 1 for inner in within(each)):
                 return f"it keeps tensors in its attribute {name}, outside `state`"
         for key, each in self.shared.items():
             if any(isinstance(x, Tensor) and x.numel() > 1 for x in within({key: each})):
