@@ -367,26 +367,49 @@ def test_a_role_for_a_state_that_is_never_made_is_pointed_out():
 
 
 class ChoosesHalves(torch.optim.SGD):
-    """Keeps its momentum in bf16, whatever its parameters are."""
+    """Keeps its momentum in bf16, whatever its parameters are, as timm's AdafactorBigVision does."""
+
+    momentum = "average"
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
-                if "average" not in state:
-                    state["average"] = torch.zeros_like(p, dtype=torch.bfloat16)
-                state["average"].mul_(0.9).add_(p.grad)
-                p.sub_(state["average"], alpha=0.1)
+                if self.momentum not in state:
+                    state[self.momentum] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state[self.momentum].mul_(0.9).add_(p.grad)
+                p.sub_(state[self.momentum], alpha=0.1)
 
 
-def test_a_state_that_a_class_keeps_in_bf16_stays_so_also_after_a_resume():
-    runs = [make_run(ChoosesHalves, "bf16-stochastic", seed=seed) for seed in (0, 1)]
+class ChoosesHalfOfAKnownState(ChoosesHalves):
+    momentum = "exp_avg"
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+@pytest.mark.parametrize("kind", [ChoosesHalves, ChoosesHalfOfAKnownState])
+def test_a_state_that_a_class_keeps_in_bf16_stays_so_also_after_a_resume(kind, recipe):
+    runs = [make_run(kind, recipe, seed=seed) for seed in (0, 1)]
     train(*runs[0], range(2))
     for ours, other in zip(*runs, strict=True):
         other.load_state_dict(copy.deepcopy(ours.state_dict()))
     for run in runs:
         train(*run, range(2, 5))
-        assert run[1].state[run[0][0].weight]["average"].dtype == torch.bfloat16
+        assert run[1].state[run[0][0].weight][kind.momentum].dtype == torch.bfloat16
     assert snapshot(runs[0]) == snapshot(runs[1])
     assert all(map(torch.equal, runs[0][0].parameters(), runs[1][0].parameters()))
+
+
+def test_a_refused_state_dict_does_not_say_which_states_a_class_keeps_in_bf16():
+    model, optimizer = make_run(ChoosesHalfOfAKnownState, "bf16-fp32-master")
+    train(model, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, other = make_run(ChoosesHalfOfAKnownState, "bf16-fp32-master")
+    broken = copy.deepcopy(saved)
+    broken["state"][0]["remainder16"] = torch.zeros(7)
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"Nothing was changed"):
+        other.load_state_dict(broken)
+    assert not other._engine.narrow
+    saved["torch_bf16"]["narrow"] = 3
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"its narrow states are 3"):
+        other.load_state_dict(saved)

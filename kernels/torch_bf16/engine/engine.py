@@ -94,6 +94,11 @@ class Engine:
         self.model: Callable[[], nn.Module | None] = _no_model
         self.invalidate()
 
+    @property
+    def narrow(self) -> set[str]:
+        """Names of the states that a class's own step makes in bf16 or fp16; none with rules."""
+        return set()
+
     def tell_next_step(self, too_late: str) -> Pending:
         """The pending requests to the next step, for the caller to add to.
 

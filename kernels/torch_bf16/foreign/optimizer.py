@@ -68,6 +68,10 @@ class ForeignEngine(Engine):
         super().__init__(names)
         self.encoder = Encoder()
 
+    @property
+    def narrow(self) -> set[str]:
+        return self.traits.narrow
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "traits": self.traits}
 
@@ -171,7 +175,7 @@ class ForeignOptimizer(BF16Optimizer):
 
     def _format_of(self, key: str, shard: Shard) -> Format | None:
         role = self.roles.get(key)
-        if role is None or key in self._engine.traits.narrow:
+        if role is None or key in self._engine.narrow:
             return None
         return self.recipe.format_of(role, shard.shape, shard.parameter.dtype)
 
@@ -208,7 +212,7 @@ class ForeignOptimizer(BF16Optimizer):
     def _move(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
         """Move a state to the parameter's device, and to fp32 if it only inherited its dtype."""
         # Our copies are fp32: a class that makes narrow states beside them does so by choice.
-        chosen = key in self._engine.traits.narrow or (COUNTER in state and key not in self.roles)
+        chosen = key in self._engine.narrow or (COUNTER in state and key not in self.roles)
         inherited = value.dtype in NARROW and value.dtype == shard.parameter.dtype
         widens = inherited and not chosen
         return value.to(shard.parameter.device, torch.float32 if widens else value.dtype)

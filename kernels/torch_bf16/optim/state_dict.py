@@ -66,7 +66,7 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
     engine = optimizer._engine
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
-    complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
+    complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm, engine.narrow)
     return complete
 
 
@@ -117,6 +117,7 @@ def load(
     """Load a state dict by torch's own method, but keep it from casting states."""
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
+    known = {*optimizer._engine.narrow}
     was_seen = True
     hooked = False
 
@@ -127,6 +128,8 @@ def load(
         schema.check_whole(state_dict)
         header = state_dict.get(schema.HEADER)
         recipe = schema.check_header(header, optimizer.recipe)
+        # Before the states are read: these are not in the recipe's formats.
+        optimizer._engine.narrow.update((header or {}).get("narrow", ()))
         loaded.update(_read(optimizer, state_dict, changes))
         # Without our states, which torch would cast.
         return {
@@ -171,6 +174,9 @@ def load(
                 for group, saved in zip(optimizer.param_groups, read["param_groups"], strict=True):
                     group.update({k: each for k, each in saved.items() if k != "params"})
                 put(None)
+    except Exception:
+        optimizer._engine.narrow.intersection_update(known)
+        raise
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,7 +7,7 @@ torch and its distributed checkpoints ignore.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_bf16.errors import StateMismatchError
@@ -34,7 +34,10 @@ _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 
 
 def header(
-    recipe: Recipe, names: list[list[str | None]], last_norm: float | None = None
+    recipe: Recipe,
+    names: list[list[str | None]],
+    last_norm: float | None = None,
+    narrow: Collection[str] = (),
 ) -> dict[str, Any]:
     """The entry that says how a state dict is to be read.
 
@@ -42,10 +45,15 @@ def header(
         recipe: the optimizer's recipe.
         names: names of the parameters of each group, None where unknown.
         last_norm: the norm by which the next step of released gradients is clipped, if any.
+        narrow: names of the states that a class's own step makes in bf16 or fp16.
     """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
-    entry = {"schema": SCHEMA, "recipe": fields, "names": names}
-    return entry if last_norm is None else {**entry, "last_norm": last_norm}
+    entry: dict[str, Any] = {"schema": SCHEMA, "recipe": fields, "names": names}
+    if last_norm is not None:
+        entry["last_norm"] = last_norm
+    if narrow:
+        entry["narrow"] = sorted(narrow)
+    return entry
 
 
 def check_whole(state_dict: Any) -> None:
@@ -128,6 +136,12 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
         raise StateMismatchError(
             f"the entry {HEADER!r} of the state dict is damaged: its recipe is {other!r} and must "
             "be a dict, or its names are not lists of names. Delete it to load the rest as it is"
+        )
+    narrow = saved.get("narrow", [])
+    if not isinstance(narrow, (list, tuple)) or not all(isinstance(n, str) for n in narrow):
+        raise StateMismatchError(
+            f"the entry {HEADER!r} of the state dict is damaged: its narrow states are {narrow!r} "
+            "and must be a list of names. Delete it to load the rest as it is"
         )
     if missing := {"name", "seed", *_FORMAT_FIELDS} - other.keys():
         raise StateMismatchError(
