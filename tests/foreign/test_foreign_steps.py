@@ -367,7 +367,7 @@ def test_a_role_for_a_state_that_is_never_made_is_pointed_out():
 
 
 class ChoosesHalves(torch.optim.SGD):
-    """Keeps its momentum in bf16, whatever its parameters are, as timm's AdafactorBigVision does."""
+    """Keeps its momentum in bf16, whatever its parameters are, as AdafactorBigVision of timm."""
 
     momentum = "average"
 
