@@ -63,13 +63,15 @@ def test_a_right_backend_passes(backend, every):
         assert certificate.fault_of(choose(CPU, backend), variant) is None
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_planted_fault_is_found(place):
-    for variant in some_variants():
-        if shows(place, variant):
-            fault = certificate._load_kernels(Planted(place), Trial.of(variant))()
-            assert fault is not None, variant.name
-            assert "has the wrong bits" in fault
+# All of them, in every variant, take tests/proofs/digests.py --planted.
+@pytest.mark.parametrize(("number", "place"), [*enumerate(PLACES)])
+def test_a_planted_fault_is_found(number, place):
+    variants = [each for each in some_variants() if shows(place, each)][number % 3 :: 3]
+    for variant in variants:
+        fault = certificate._load_kernels(Planted(place), Trial.of(variant))()
+        assert fault is not None, variant.name
+        assert "has the wrong bits" in fault
+    assert variants
 
 
 def test_a_fault_says_which_elements_have_which_bits(monkeypatch):

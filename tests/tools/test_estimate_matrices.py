@@ -23,7 +23,7 @@ WIDTHS = [320, 128]
 
 def gpt(width):
     torch.manual_seed(0)
-    return GPT(GPTConfig(width=width, layers=4, heads=4, vocabulary=512))
+    return GPT(GPTConfig(width=width, layers=2, heads=4, vocabulary=512))
 
 
 def made(name, width, label, ranks=1):
