@@ -1,10 +1,14 @@
 """Weights that something else has written are noticed, after any number of steps of any kind."""
 
+import copy
+
 import pytest
 import torch
+from foreign_cases import OWN
 from optimizer_cases import make_optimizer, take_steps
 from torch import nn
 
+from torch_bf16 import cast_model, convert, get_recipe
 from torch_bf16.engine.versions import Snapshot, Versions
 from torch_bf16.sharding import shard_of
 
@@ -114,3 +118,51 @@ def test_versions_are_summed_where_steps_raise_them_alike():
     versions.note([1])
     assert versions.changed() == []
     assert [each.version for each in snapshots] == [each._version for each in parameters]
+
+
+def take_turns(optimizers, parameters):
+    for optimizer in optimizers * 3:
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+
+
+KINDS = {"adamw": lambda p: torch.optim.AdamW(p, lr=0.01), "own step": OWN["adamax"]}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_second_optimizer_with_masters_of_the_same_weights_is_named(name):
+    parameters = separate()
+    optimizers = [
+        convert(KINDS[name]([*some]), "bf16-fp32-master") for some in (parameters, parameters[:2])
+    ]
+    with pytest.warns(UserWarning, match="another optimizer has stepped") as found:
+        take_turns(optimizers, parameters)
+    assert len(found) == 2
+    assert "has stepped 2 of the parameters of this" in str(found[0].message)
+    assert "of shape (8, 64)" in str(found[0].message)
+
+
+def test_optimizers_of_other_weights_or_one_that_stopped_are_not():
+    parameters = separate()
+    last, other, now = (
+        make_optimizer("adamw", "master", "eager", some)
+        for some in (parameters, separate(), parameters)
+    )
+    for optimizer in (last, last, *(other, now) * 3):
+        take_steps(optimizer, [0])
+        with torch.no_grad():
+            parameters[0].clamp_(-1, 1)
+
+
+def test_weights_in_fp32_lose_nothing_to_a_second_optimizer():
+    models = [torch.nn.Linear(8, 8), None]
+    models[1] = copy.deepcopy(models[0])
+    recipe = get_recipe("bf16-fp32-master", keep_fp32=("*",))
+    cast_model(models[1], recipe)
+    for model in models:
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for _ in range(2)]
+        if model is models[1]:
+            optimizers = [convert(each, recipe, model=model) for each in optimizers]
+        take_turns(optimizers, [*model.parameters()])
+    assert all(map(torch.equal, *(each.parameters() for each in models)))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+
+from torch_bf16.sharding import Shard
 
 from .data_writes import DataWatch
 from .member import Member
@@ -51,6 +54,9 @@ class Release(Protocol):
     def steps_next(self, parameter: Tensor) -> bool: ...
 
 
+_engines: WeakSet[Engine] = WeakSet()
+
+
 def _no_model() -> None:
     return None
 
@@ -77,6 +83,7 @@ class Engine:
             warning has said that they are not.
         host: name of a host that takes a step by several calls, each with some of the groups.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
+        warned_of_second_master: whether one has said what a second optimizer of a weight loses.
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.
     """
@@ -90,9 +97,10 @@ class Engine:
         self.last_norm: Tensor | None = None
         self.reduction_checked = False
         self.host: str | None = None
-        self.warned_of_data_writes = False
+        self.warned_of_data_writes = self.warned_of_second_master = False
         self.model: Callable[[], nn.Module | None] = _no_model
         self.invalidate()
+        _engines.add(self)
 
     def tell_next_step(self, too_late: str) -> Pending:
         """The pending requests to the next step, for the caller to add to.
@@ -170,6 +178,12 @@ class Engine:
             self._others[self._shown] = self.setting, self.plan
             self.setting, self.plan = self._others.pop(shown, (None, None))
             self._shown = shown
+
+    def is_another_s(self, shard: Shard) -> bool:
+        """Whether a step of another optimizer of ours has left a parameter as it is now."""
+        others = (each.snapshots.get(shard.parameter) for each in _engines if each is not self)
+        version = shard.version()
+        return any(each is not None and each.version == version for each in others)
 
     def watches(self, parameters: Iterable[Tensor]) -> Iterator[DataWatch | None]:
         """The watches over writes to these parameters, lazily, for those that have a snapshot."""

@@ -62,6 +62,7 @@ def drop_remainders(
     members = written()
     if not members:
         return False
+    _warn_of_second_master(optimizer, members)
     for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
@@ -125,6 +126,24 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
         # Only remainders: whether a whole master is stale shows in its numbers.
         plane.zero_()
     return loaded is not None
+
+
+def _warn_of_second_master(optimizer: BF16Optimizer, members: Sequence[_Written]) -> None:
+    engine = optimizer._engine
+    if engine.warned_of_second_master:
+        return
+    shared = [each.shard for each in members if engine.is_another_s(each.shard)]
+    if shared:
+        engine.warned_of_second_master = True
+        warnings.warn(
+            f"another optimizer has stepped {len(shared)} of the parameters of this "
+            f"{type(optimizer).__name__}, the first of shape {tuple(shared[0].parameter.shape)}, "
+            "and both keep exact fp32 masters: what one master has beyond bf16 is dropped where "
+            "the other changes a weight, so that small updates can be lost. Train each parameter "
+            "by one optimizer, or leave these in fp32 by keep_fp32=('part_that_both_train.*',) "
+            "(this warning appears only once)",
+            stacklevel=5,
+        )
 
 
 def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
