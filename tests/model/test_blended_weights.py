@@ -113,6 +113,18 @@ def test_a_target_network_in_bf16_is_named_once(blend, recipe, in_a_group):
     assert len(caught) == 1
 
 
+def test_all_modules_that_are_blended_are_named_and_no_other():
+    """As in lightly's BYOL, whose projection head follows, too."""
+    model = Siamese()
+    for name in ("head", "head_target", "frozen"):
+        model.add_module(name, nn.Sequential(nn.Linear(32, 32)).requires_grad_(name == "head"))
+    model, optimizer = prepared(model)
+    online = nn.ModuleList([model.online, model.head])
+    target = nn.ModuleList([model.target, model.head_target])
+    with pytest.warns(UserWarning, match=r"=\['head_target\*', 'target\*'\] keeps it in fp32"):
+        train(model, optimizer, online, target, mul_add)
+
+
 def test_what_the_warning_says_works():
     model, optimizer = prepared(Siamese(), keep_fp32=("target*",))
     before = model.target[0].weight.clone()

@@ -95,8 +95,9 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         trained = {id(each) for each in _trained()}
         written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
         _weights[:] = written[:_SAMPLED]
+        modules = sorted({each.module for each in written if each.kind == "in the model"})
         for each in _weights:
-            each.bits = None
+            each.bits, each.modules = None, modules
     elif _steps > _begin + _WRITTEN_WITHIN:
         for each in list(_weights):
             if each.loses_writes(_trained):

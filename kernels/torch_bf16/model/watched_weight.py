@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class WatchedWeight:
         changed: how many of these elements the last write changed.
         lossy: how many writes changed only a few of them.
         is_harmless: whether it turned out to lose nothing.
+        modules: the outermost modules of all weights that were written with it.
     """
 
     name: str
@@ -50,6 +51,12 @@ class WatchedWeight:
     changed: int = 0
     lossy: int = 0
     is_harmless: bool = False
+    modules: Sequence[str] = ()
+
+    @property
+    def module(self) -> str:
+        """The outermost module that the weight is in."""
+        return self.name.split(".")[0]
 
     @classmethod
     def of(
@@ -122,10 +129,10 @@ class WatchedWeight:
             )
         else:
             what = f"{self.name!r} is bfloat16 and no optimizer of torch_bf16 trains it"
-            module = self.name.split(".")[0]
+            patterns = [f"{each}*" for each in self.modules or [self.module]]
             remedy = (
-                f"keep_fp32=[{module + '*'!r}] keeps it in fp32, where blending with bf16 weights "
-                "works; or an optimizer that was converted, if it is to be trained"
+                f"keep_fp32={patterns} keeps it in fp32, where blending with bf16 weights works; "
+                "or an optimizer that was converted, if it is to be trained"
             )
         compared = 0 if self.bits is None else self.bits.numel()
         warnings.warn(
