@@ -46,6 +46,9 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+_pools: list[Ranks] = []
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collected():
     """Nor does a file look through what others before it have imported and compiled."""
@@ -54,6 +57,8 @@ def _collected():
         sys.modules["torch._dynamo"].reset()
     gc.collect()
     gc.freeze()
+    for pool in _pools:
+        pool.close_if_crowded()
 
 
 # What torch 2.7 says of what it cannot do, and newer ones can.
@@ -115,6 +120,7 @@ def interpreted():
 def ranks(tmp_path_factory):
     """``ranks(4, function, *arguments)``: what a function returns on each of four gloo ranks."""
     pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    _pools.append(pool)
     yield pool
     pool.close()
 

@@ -30,6 +30,9 @@ from forkserver import forkserver
 # Calls from one look for garbage to the next: groups that a function made are part of it, and each
 # has a thread that looks for messages a hundred times a second.
 _COLLECTED = 8
+# Threads of a process, three for each group, of which torch keeps some for good: those of ten idle
+# processes took a fifth of two cores.
+_CROWD = 40
 
 
 class RankError(AssertionError):
@@ -99,6 +102,11 @@ class Ranks:
             raise
         return [result for _, result in replies]
 
+    def close_if_crowded(self) -> None:
+        """Kill processes that have become expensive while they do nothing."""
+        if any(_threads(each.pid) > _CROWD for each in self._processes):
+            self.close()
+
     def close(self) -> None:
         """Kill the processes; a call starts new ones."""
         for process in self._processes:
@@ -147,6 +155,12 @@ class Ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.5)
         return f"did not end; it printed\n{self._log(rank).read_text()[-3000:]}"
+
+
+def _threads(process: int | None) -> int:
+    with suppress(OSError):  # no such folder but on Linux
+        return len(os.listdir(f"/proc/{process}/task"))
+    return 0
 
 
 def _serve(rank: int, pipe: Connection, log: Path) -> None:
