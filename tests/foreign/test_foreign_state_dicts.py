@@ -130,8 +130,11 @@ def test_a_refused_state_dict_does_not_say_which_states_these_are():
         other.load_state_dict(saved)
     assert "narrow" not in other.state_dict()["torch_bf16"]
     saved["torch_bf16"]["narrow"] = 3
-    with pytest.raises(torch_bf16.StateMismatchError, match=r"'narrow' .* is 3 and must be a list"):
-        other.load_state_dict(saved)
+    for method in (other.load_state_dict, other.check_state_dict):
+        with pytest.raises(
+            torch_bf16.StateMismatchError, match=r"'narrow' .* is 3 and must be a list"
+        ):
+            method(saved)
 
 
 class NormedMomentum(torch.optim.Optimizer):

@@ -54,6 +54,7 @@ class Release(Protocol):
     def steps_next(self, parameter: Tensor) -> bool: ...
 
 
+# All that live, to find out whose step has written a weight.
 _engines: WeakSet[Engine] = WeakSet()
 
 
@@ -179,7 +180,7 @@ class Engine:
             self.setting, self.plan = self._others.pop(shown, (None, None))
             self._shown = shown
 
-    def is_another_s(self, shard: Shard) -> bool:
+    def stepped_by_another(self, shard: Shard) -> bool:
         """Whether a step of another optimizer of ours has left a parameter as it is now."""
         others = (each.snapshots.get(shard.parameter) for each in _engines if each is not self)
         version = shard.version()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_bf16.sharding import world_size
 from torch_bf16.states.views import COUNTER, MASTERS
 
-__all__ = ["IdleCopy", "IdleKinds", "idle_parameters", "kind_of"]
+__all__ = ["IdleCopy", "IdleKinds", "idle_parameters", "may_move"]
 
 IdleKinds = dict[tuple[int, bool], bool]
 """Whether a step moves parameters without a gradient, by group and by whether they have states."""
@@ -41,18 +41,29 @@ def idle_parameters(
         kinds: what is known of them.
         couples: whether the step is known to couple parameters.
     """
-    if couples or world_size() > 1:
-        kinds = {}
     idle = {p for p in parameters if p.grad is None and p.requires_grad and p.numel()}
     return [
         p
         for number, group in enumerate(optimizer.param_groups if idle else ())
         for p in group["params"]
-        if p in idle and kinds.get(kind_of(number, dict.get(optimizer.state, p, {})), True)
+        if p in idle and may_move(optimizer, number, p, kinds, couples)
     ]
 
 
-def kind_of(number: int, state: Mapping[str, Any]) -> tuple[int, bool]:
+def may_move(
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    parameter: Tensor,
+    kinds: IdleKinds,
+    couples: bool,
+) -> bool:
+    """Whether the step must see one of these parameters, in the group of that number."""
+    if couples or world_size() > 1:
+        return True
+    return kinds.get(_kind_of(number, dict.get(optimizer.state, parameter, {})), True)
+
+
+def _kind_of(number: int, state: Mapping[str, Any]) -> tuple[int, bool]:
     """The kind of a parameter, by the number of its group and its state."""
     return number, not state.keys() <= {COUNTER, *MASTERS}
 
@@ -67,7 +78,7 @@ class IdleCopy:
     """
 
     def __init__(self, number: int, copy: nn.Parameter, state: Mapping[str, Any]) -> None:
-        self.kind = kind_of(number, state)
+        self.kind = _kind_of(number, state)
         self._weight, self._state = copy.detach().clone(), _values(state)
 
     def is_moved(self, copy: nn.Parameter, state: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from torch_bf16.states.views import COUNTER, MASTERS
 
 from .advice import refusal
 from .capabilities import Traits, is_elementwise
-from .idle_parameters import IdleCopy, kind_of
+from .idle_parameters import IdleCopy, may_move
 from .runner import Runner
 from .working_copy import WorkingCopy
 
@@ -139,10 +139,10 @@ class OwnStep:
 
     def _is_left_alone(self, member: WorkingCopy) -> bool:
         """Whether a bucket before has shown that the step does nothing to such a member."""
-        if not member.is_idle or self._traits.couples or world_size() > 1:
-            return False
-        kind = kind_of(member.group, dict.get(self._optimizer.state, member.parameter, {}))
-        return self._traits.idle.get(kind) is False
+        kinds, couples = self._traits.idle, self._traits.couples
+        return member.is_idle and not may_move(
+            self._optimizer, member.group, member.parameter, kinds, couples
+        )
 
     def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
         """Buckets of members whose fp32 copies fit in ``bucket_bytes``."""

@@ -132,7 +132,7 @@ def _warn_of_second_master(optimizer: BF16Optimizer, members: Sequence[_Written]
     engine = optimizer._engine
     if engine.warned_of_second_master:
         return
-    shared = [each.shard for each in members if engine.is_another_s(each.shard)]
+    shared = [each.shard for each in members if engine.stepped_by_another(each.shard)]
     if shared:
         engine.warned_of_second_master = True
         warnings.warn(

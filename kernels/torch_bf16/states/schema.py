@@ -137,23 +137,27 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             f"the entry {HEADER!r} of the state dict has no {', '.join(sorted(missing))} of its "
             "recipe; it is damaged. Delete it to load the rest as it is"
         )
+    narrow = saved.get(NARROW, [])
+    if not _are_names(narrow):
+        raise StateMismatchError(
+            f"{NARROW!r} in the entry {HEADER!r} of the state dict is damaged: it is {narrow!r} "
+            "and must be a list of names. Delete it to load the rest as it is"
+        )
     return dataclasses.replace(recipe, seed=other["seed"])
 
 
 def narrow_states(state_dict: Any) -> set[str]:
     """Names of the states that an optimizer's own step made in bf16 or fp16 in the saved run.
 
-    Raises:
-        StateMismatchError: the entry is damaged.
+    Empty if the entry is damaged, which :func:`check_header` refuses.
     """
     saved = state_dict.get(HEADER) if isinstance(state_dict, Mapping) else None
     narrow = saved.get(NARROW, []) if isinstance(saved, Mapping) else []
-    if not isinstance(narrow, (list, tuple)) or not all(isinstance(each, str) for each in narrow):
-        raise StateMismatchError(
-            f"{NARROW!r} in the entry {HEADER!r} of the state dict is damaged: it is {narrow!r} "
-            "and must be a list of names. Delete it to load the rest as it is"
-        )
-    return {*narrow}
+    return {*narrow} if _are_names(narrow) else set()
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
 
 def check_names(saved: Sequence[Sequence[Any]], live: Sequence[Sequence[Any]]) -> None:
