@@ -59,13 +59,13 @@ def test_keys_give_nothing_away_and_an_empty_dict_has_nothing():
     assert not states.seen
 
 
-def trained(recipe="bf16-fp32-master"):
+def trained(recipe="bf16-fp32-master", kind=torch_bf16.AdamW):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     named = [(f"p{n}", each) for n, each in enumerate(parameters)]
-    optimizer = torch_bf16.AdamW(named, lr=1e-2, recipe=recipe)
+    optimizer = kind(named, lr=1e-2, recipe=recipe)
     optimizer.step()
     return optimizer, parameters
 
@@ -168,7 +168,22 @@ def test_a_state_that_was_dropped_starts_anew():
     assert [optimizer.state[p]["step"].item() for p in parameters] == [1, 2, 2]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+COPIES = pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+
+
+@COPIES
+@pytest.mark.parametrize("kind", [torch_bf16.AdamW, torch_bf16.NAdam])
+def test_copies_of_what_nobody_has_seen_are_unseen(copied, kind):
+    optimizer, parameters = trained(kind=kind)
+    assert not copied(optimizer).state.seen
+    held = optimizer.state[parameters[0]]
+    assert copied(optimizer).state.seen
+    del held
+
+
+@COPIES
 def test_copies_and_pickles_step_as_the_optimizer_does(copied):
     optimizer, parameters = trained()
     twin = copied(optimizer)

@@ -34,8 +34,14 @@ class States(defaultdict):
         return super().__iter__()
 
     def __reduce__(self) -> Any:
-        # A copy has its own tensors, which nobody has seen.
-        return States, (self.default_factory,), None, None, iter(dict.items(self))
+        # Of tensors that nobody has seen, nobody has a copy either.
+        return _copied, (self.default_factory, dict(dict.items(self)), self.seen)
+
+
+def _copied(factory: Any, contents: dict[Any, Any], seen: bool) -> States:
+    states = States(factory, contents)
+    states.seen = seen
+    return states
 
 
 def set_seen(states: Any, seen: bool) -> None:
