@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import DataWatch
@@ -23,7 +22,7 @@ from torch_bf16.model import remainders
 from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
-from torch_bf16.sharding import Shard, no_torch_function, shard_of
+from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
@@ -292,19 +291,14 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
 def _check_reduced(optimizer: BF16Optimizer) -> None:
     """Warn once if gradients are not reduced as the recipe asks."""
     engine, way = optimizer._engine, optimizer.recipe.reduce
-    if (
-        way == "wrapper"
-        or engine.reduction_checked
-        or not (dist.is_available() and dist.is_initialized())
-    ):
+    if way == "wrapper" or engine.reduction_checked or world_size() == 1:
         return
     engine.reduction_checked = True
-    if dist.get_world_size() > 1:
-        _logger.warning(
-            "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "
-            "optimizer) with the wrapped model before training",
-            *(way, optimizer.recipe.name),
-        )
+    _logger.warning(
+        "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "
+        "optimizer) with the wrapped model before training",
+        *(way, optimizer.recipe.name),
+    )
 
 
 def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
