@@ -118,10 +118,8 @@ def check_conversion(
         places = [n for n, each in enumerate(group["params"]) if id(each) not in cast]
         kept = [key for key in ("params", "param_names") if key in group]
         check_group({**group, **{key: [group[key][n] for n in places] for key in kept}}, number)
-    scheduled = _scheduler_wrapper(optimizer)
-    if target is None:
-        return Conversion(optimizer, foreign_class(type(optimizer)), False, scheduled)
-    return Conversion(optimizer, target, True, scheduled)
+    ours = target or foreign_class(type(optimizer))
+    return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
 
 
 def check_same(
