@@ -74,13 +74,35 @@ def test_what_training_does_gives_nothing_away():
     optimizer, parameters = trained()
     other, _ = trained()
     optimizer.state_dict()
-    optimizer.exact_weight(parameters[0])
+    optimizer.set_exact_weight(parameters[0], optimizer.exact_weight(parameters[0]))
     parameters[0].grad = None
     optimizer.step()
     optimizer.load_state_dict(other.state_dict())
     # At another address, so that a plan is made anew.
     parameters[1].data = parameters[1].data.clone()
     optimizer.step()
+    assert not optimizer.state.seen
+
+
+def test_exact_weights_that_are_written_before_the_first_step_give_nothing_away():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    with torch_bf16.exact_weights(model, optimizer):
+        pass
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert not optimizer.state.seen
+
+
+def test_a_plan_sees_a_remainder_that_exact_weights_have_replaced():
+    optimizer, parameters = trained()
+    del dict.__getitem__(optimizer.state, parameters[0])["remainder16"]
+    optimizer.set_exact_weight(parameters[0], torch.full((8, 8), 1.001))
+    remainder = dict.__getitem__(optimizer.state, parameters[0])["remainder16"].clone()
+    optimizer.step()
+    now = dict.__getitem__(optimizer.state, parameters[0])["remainder16"]
+    assert (now != remainder).all()
     assert not optimizer.state.seen
 
 

@@ -15,7 +15,7 @@ from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, formats_of
 from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
-from torch_bf16.engine.states import States
+from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
@@ -111,8 +111,8 @@ def make_plan(
         by_parameter = kept | {each.parameter: each for each in members}
         ordered = (p for group in optimizer.param_groups for p in group["params"])
         members = [by_parameter[p] for p in ordered if p in by_parameter]
-    if isinstance(optimizer.state, States):
-        optimizer.state.plans += 1
+    # The plan puts its own ``step`` tensors there.
+    note_replaced(optimizer.state)
     rounds, sharded = _rounds(optimizer), _summed(optimizer, members)
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds, sharded)
     plan.compile(optimizer.param_groups)
