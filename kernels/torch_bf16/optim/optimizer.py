@@ -350,7 +350,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        seen = getattr(state["state"], "seen", True)  # torch's own method looks at every state
+        seen = getattr(state.get("state"), "seen", True)  # torch's own method looks at every state
         super().__setstate__(state)
         if not isinstance(self.state, States):
             self.state = States(dict, self.state)
