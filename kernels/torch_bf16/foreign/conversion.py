@@ -152,10 +152,12 @@ def check_same(
 
 def check_roles(roles: Mapping[str, str | None] | None) -> None:
     """Raise for a role of states that no recipe has a format for."""
-    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
+    known = (FIRST_MOMENT, SECOND_MOMENT, None)
+    given: Any = {} if roles is None else roles
+    if not isinstance(given, Mapping) or not all(each in known for each in given.values()):
         raise ValueError(
-            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
-            "None for fp32"
+            f"roles={roles!r} must be a dict of states' names: a state takes the format of "
+            "'exp_avg' or 'exp_avg_sq', or None for fp32"
         )
 
 
