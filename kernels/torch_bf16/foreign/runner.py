@@ -20,7 +20,7 @@ from .advice import refusal
 from .contents import names_any, within
 from .meetings import Meetings
 
-__all__ = ["Runner", "own_attributes", "shared_states"]
+__all__ = ["Runner", "looks_up", "own_attributes"]
 
 # Attributes that this package keeps on a converted optimizer, or that copies replace.
 _REPLACED = frozenset(
@@ -38,7 +38,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
+def _shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """The entries of ``optimizer.state`` whose keys are not parameters, such as counters."""
     return {key: each for key, each in states.items() if not isinstance(key, Tensor)}
 
@@ -103,7 +103,7 @@ class Runner:
         self._optimizer, self._kind = optimizer, kind
         self._active, self.indexes = active, indexes
         self._before = own_attributes(optimizer)
-        self.shared = self._shared_before = shared_states(optimizer.state)
+        self.shared = self._shared_before = _shared_states(optimizer.state)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
         self._options: dict[int, dict[str, Any]] = {}
         self._random: Any = None
@@ -146,7 +146,7 @@ class Runner:
         instance.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may write to a tensor there, such as a counter.
         instance.state.update(copy.deepcopy(self._shared_before))
-        function = without_hooks(getattr(self._kind, method))
+        function = _without_hooks(getattr(self._kind, method))
         parameters = [parameter for _, parameter, _ in members]
         before = _random_states(parameters)
         self._random = self._random or before
@@ -155,10 +155,10 @@ class Runner:
             numbered = dict(zip(numbers, groups, strict=True))
             meetings = Meetings(members, lambda: (numbered, own_attributes(instance)))
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
-            closed = needs_closure(function)
-            function(instance, *([closure_for(self._kind, parameters)] if closed else []))
+            closed = _needs_closure(function)
+            function(instance, *([_closure_for(self._kind, parameters)] if closed else []))
         if meetings is not None:
-            meetings.finish(shared_states(instance.state))
+            meetings.finish(_shared_states(instance.state))
             self.couples |= meetings.couples
         after = _random_states(parameters)
         self.draws |= before[0] != after[0]
@@ -169,7 +169,7 @@ class Runner:
                 self._options[number] = _news(options[number], group)
         self.indexes |= groups.indexed
         self.attributes |= _news(attributes, own_attributes(instance))
-        self.shared = shared_states(instance.state)
+        self.shared = _shared_states(instance.state)
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
 
     def _numbers(self, with_members: Collection[int]) -> list[int]:
@@ -222,7 +222,7 @@ class Runner:
         for number, options in self._options.items():
             self._optimizer.param_groups[number].update(options)
         vars(self._optimizer).update(self.attributes)
-        for key in shared_states(self._optimizer.state):
+        for key in _shared_states(self._optimizer.state):
             del self._optimizer.state[key]
         self._optimizer.state.update(self.shared)
 
@@ -253,13 +253,13 @@ def _random_states(parameters: Sequence[Tensor]) -> tuple[Any, dict[Any, Tensor]
     return random.getstate(), {None: torch.get_rng_state(), **states}
 
 
-def needs_closure(step: Any) -> bool:
+def _needs_closure(step: Any) -> bool:
     """Whether a step requires a closure."""
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
+def _closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
     """A closure for a step whose model was evaluated before: the step may call it once, first."""
     versions = [each._version for each in parameters]
 
@@ -272,7 +272,7 @@ def closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
     return closure
 
 
-def without_hooks(step: Any) -> Any:
+def _without_hooks(step: Any) -> Any:
     """The class's own ``step`` without torch's wrapper for hooks, which run around our step."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__
