@@ -343,33 +343,30 @@ def measured(program):
     return json.loads(printed_by(program)[-1])
 
 
-def test_a_number_is_answered_in_two_seconds_and_imports_nothing_heavy():
+def test_a_number_is_answered_without_anything_heavy():
     found = measured(f"""
-        import json, sys, time
+        import json, sys
         import torch
-        before, start = set(sys.modules), time.process_time()
+        before = set(sys.modules)
         from torch_bf16.tools import cli
         assert cli.main(["estimate", "8B"]) == 0
         heavy = [each for each in {HEAVY!r} if each in sys.modules and each not in before]
-        print(json.dumps([time.process_time() - start, heavy]))
+        print(json.dumps(heavy))
     """)
-    assert found[1] == []
-    assert found[0] < 2
+    assert found == []
 
 
-def test_a_config_of_70_billion_takes_5_seconds_and_a_gigabyte(tmp_path):
+def test_a_config_of_70_billion_takes_less_than_a_gigabyte(tmp_path):
     pytest.importorskip("transformers")
     path = config(tmp_path / "model", SEVENTY)
     found = measured(f"""
-        import json, time
+        import json
         import torch
-        start = time.process_time()
         from torch_bf16.tools import cli
         assert cli.main(["estimate", {str(path)!r}, "--ranks", "64"]) == 0
-        print(json.dumps([time.process_time() - start, peak_bytes()]))
+        print(json.dumps(peak_bytes()))
     """)
-    assert found[0] < 5
-    assert found[1] < 10**9
+    assert found < 10**9
 
 
 def test_sources_name_what_they_take():
