@@ -149,6 +149,7 @@ FILLS = {
     "where self": lambda y: torch.where(MASK, LOWEST, y),
     "index_fill": lambda y: y.index_fill(0, SOME, LOWEST),
     "index_fill_": lambda y: y.clone().index_fill_(0, SOME, LOWEST),
+    "fill_diagonal_": lambda y: y.repeat(4, 1).fill_diagonal_(LOWEST)[0],
 }
 
 

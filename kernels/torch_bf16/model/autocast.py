@@ -61,7 +61,7 @@ _FP32_ONLY = (
 # Not fill_, which full() and ones() call: each goes through Python here, for ten microseconds.
 _FILLING = (
     *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill.int_Scalar"),
-    *("index_fill_.int_Scalar", "where.ScalarOther", "where.ScalarSelf"),
+    *("index_fill_.int_Scalar", "where.ScalarOther", "where.ScalarSelf", "fill_diagonal_"),
 )
 
 # With bf16 arguments torch asks first whether oneDNN has a kernel for them.
