@@ -5,7 +5,15 @@ import io
 
 import pytest
 import torch
-from foreign_cases import Marks, NeedsClosure, ScheduleFree, exact_weights, make_run, train
+from foreign_cases import (
+    KeepsByParameter,
+    Marks,
+    NeedsClosure,
+    ScheduleFree,
+    exact_weights,
+    make_run,
+    train,
+)
 from optimizer_cases import bits
 from torch import nn
 
@@ -290,6 +298,16 @@ def test_sam_around_a_converted_base_moves_as_far_as_in_fp32():
         weight = optimizer.base_optimizer.exact_weight(weight) if recipe else weight
         moved.append((weight - start).abs().mean().item())
     assert moved[1] == pytest.approx(moved[0], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"), [("dion.dion", "Dion2, NorDion2"), ("heavyball", "SOAP, .* of pytorch_op")]
+)
+def test_a_class_that_looks_parameters_up_is_told_of_others_that_do_not(module, match):
+    kind = type("Dion", (KeepsByParameter,), {"__module__": module})
+    model, optimizer = make_run(kind, "bf16-stochastic")
+    with pytest.raises(NotImplementedError, match=rf"{module}.Dion cannot .*{match}.*are taken as"):
+        train(model, optimizer, [1])
 
 
 @pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
