@@ -75,6 +75,13 @@ OPERATIONS = {
         lambda p: F.batch_norm(x(4, 3).to(BF16), torch.zeros(3), torch.ones(3), p, training=True),
         (3,),
     ),
+    **{
+        f"antialiased {mode}": (
+            lambda p, mode=mode: F.interpolate(p, size=(3, 3), mode=mode, antialias=True),
+            (1, 2, 5, 5),
+        )
+        for mode in ("bicubic", "bilinear")
+    },
     "embedding_bag": (
         lambda p: F.embedding_bag(SOME.view(1, 2), p, per_sample_weights=x(1, 2), mode="sum"),
         (4, 3),
