@@ -59,13 +59,13 @@ def test_keys_give_nothing_away_and_an_empty_dict_has_nothing():
     assert not states.seen
 
 
-def trained(recipe="bf16-fp32-master"):
+def trained(recipe="bf16-fp32-master", kind=torch_bf16.AdamW):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     named = [(f"p{n}", each) for n, each in enumerate(parameters)]
-    optimizer = torch_bf16.AdamW(named, lr=1e-2, recipe=recipe)
+    optimizer = kind(named, lr=1e-2, recipe=recipe)
     optimizer.step()
     return optimizer, parameters
 
@@ -74,13 +74,35 @@ def test_what_training_does_gives_nothing_away():
     optimizer, parameters = trained()
     other, _ = trained()
     optimizer.state_dict()
-    optimizer.exact_weight(parameters[0])
+    optimizer.set_exact_weight(parameters[0], optimizer.exact_weight(parameters[0]))
     parameters[0].grad = None
     optimizer.step()
     optimizer.load_state_dict(other.state_dict())
     # At another address, so that a plan is made anew.
     parameters[1].data = parameters[1].data.clone()
     optimizer.step()
+    assert not optimizer.state.seen
+
+
+def test_exact_weights_that_are_written_before_the_first_step_give_nothing_away():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    with torch_bf16.exact_weights(model, optimizer):
+        pass
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert not optimizer.state.seen
+
+
+def test_a_plan_sees_a_remainder_that_exact_weights_have_replaced():
+    optimizer, parameters = trained()
+    del dict.__getitem__(optimizer.state, parameters[0])["remainder16"]
+    optimizer.set_exact_weight(parameters[0], torch.full((8, 8), 1.001))
+    remainder = dict.__getitem__(optimizer.state, parameters[0])["remainder16"].clone()
+    optimizer.step()
+    now = dict.__getitem__(optimizer.state, parameters[0])["remainder16"]
+    assert (now != remainder).all()
     assert not optimizer.state.seen
 
 
@@ -168,7 +190,22 @@ def test_a_state_that_was_dropped_starts_anew():
     assert [optimizer.state[p]["step"].item() for p in parameters] == [1, 2, 2]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+COPIES = pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+
+
+@COPIES
+@pytest.mark.parametrize("kind", [torch_bf16.AdamW, torch_bf16.NAdam])
+def test_copies_of_what_nobody_has_seen_are_unseen(copied, kind):
+    optimizer, parameters = trained(kind=kind)
+    assert not copied(optimizer).state.seen
+    held = optimizer.state[parameters[0]]
+    assert copied(optimizer).state.seen
+    del held
+
+
+@COPIES
 def test_copies_and_pickles_step_as_the_optimizer_does(copied):
     optimizer, parameters = trained()
     twin = copied(optimizer)

@@ -54,6 +54,19 @@ def test_a_model_and_its_parts_take_and_return_fp32():
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("compute", ["autocast", "bf16", "fp32"])
+def test_without_a_word_about_it_a_model_computes_as_before(compute):
+    recipe = torch_bf16.get_recipe("bf16-stochastic", compute=compute)
+    whole: Any = torch_bf16.carry_autocast(torch_bf16.cast_model(Net(), recipe))
+    assert torch.equal(whole(X)["out"][0], carried(compute=compute)(X)["out"][0])
+    part = torch_bf16.carry_autocast(nn.Sequential(torch_bf16.cast_model(Net().head, recipe)))
+    head: Any = torch_bf16.carry_autocast(torch_bf16.cast_model(Net().head), compute=compute)
+    x = torch.randn(3, 16)
+    assert torch.equal(part(x), head(x))
+    torch_bf16.carry_autocast(whole, compute="autocast")
+    assert torch.equal(whole(X)["out"][0], carried()(X)["out"][0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Output:
     logits: torch.Tensor

@@ -116,8 +116,10 @@ def test_what_is_said_of_an_own_step_reaches_those_that_take_one():
         (torch.optim.AdamW, {"elementwise": True}, "AdamW has a kernel or was converted before"),
         (torch.optim.AdamW, {"roles": {"z": "exp_avg"}}, "AdamW has a kernel"),
         (torch.optim.Adadelta, {"roles": {"z": "int3"}}, "takes the format of 'exp_avg' or"),
+        (torch.optim.Adadelta, {"roles": ["z"]}, r"roles=\['z'\] must be a dict"),
+        (torch.optim.Adadelta, {"roles": {"z": []}}, "takes the format of 'exp_avg' or"),
     ],
-    ids=["elementwise", "roles", "format"],
+    ids=["elementwise", "roles", "format", "list", "list as format"],
 )
 def test_what_is_said_of_no_own_step_is_refused_before_the_cast(made, options, match):
     model = network()

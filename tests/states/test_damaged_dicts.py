@@ -43,6 +43,9 @@ DAMAGED = {
         "exp_avg of .* is torch.strided on meta .*must be a dense tensor with memory",
     ),
     "the recipe is None": (at("torch_bf16", "recipe", value=None), "its recipe is None and must"),
+    "the seed is a word": (at("torch_bf16", "recipe", "seed", value="x"), "its seed is 'x' and"),
+    "the last norm is a word": (at("torch_bf16", "last_norm", value="x"), "last_norm is 'x' and"),
+    "the last norm is a list": (at("torch_bf16", "last_norm", value=[1.0]), r"is \[1.0\] and must"),
     "names are a number": (at("torch_bf16", "names", value=3), "names are not lists of names"),
     "a name is a number": (at("torch_bf16", "names", value=[[3]]), "names are not lists of names"),
 }

@@ -147,7 +147,7 @@ def sizes(stage: int, recipe: Any) -> dict[str, Any]:
         "bytes": sum(size for size, _ in tensors),
         "aliased": all(each.untyped_storage().data_ptr() in shared for each in own),
         "flats": len(own),
-        "plans": state.plans,
+        "plans": state.replaced,
     }
 
 

@@ -36,8 +36,6 @@ class Observer(Protocol):
 class Accumulation(Protocol):
     """How gradients are summed; see :mod:`torch_bf16.gradients.accumulation`."""
 
-    format: str
-
     def hook_parameters(self) -> None: ...
     def remove(self) -> None: ...
 

@@ -69,7 +69,7 @@ class Guard:
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self._shards, self._states = list(shards), states
-        self._plans = getattr(states, "plans", None)
+        self._replaced = getattr(states, "replaced", None)
         self._parameters = [each.parameter for each in shards]
         self._candidates: Sequence[Tensor] = self._parameters
         self._strangers: list[Tensor] = []
@@ -140,13 +140,13 @@ class Guard:
     def _look(self, states: dict[Tensor, Any]) -> bool:
         blocks: list[BlockGradients] = []
         self._gradients = None
-        # States that were never handed out cannot have been moved, except by another plan.
-        plans = getattr(states, "plans", None)
+        # States that were never handed out cannot have been moved, except by our own code.
+        replaced = getattr(states, "replaced", None)
         hidden = (
             isinstance(states, States)
             and states is self._states
             and not states.seen
-            and plans == self._plans
+            and replaced == self._replaced
         )
         in_order = () if hidden else self._in_order(states)
         for block in self._blocks:
@@ -155,7 +155,7 @@ class Guard:
             if gradients is None:
                 return False
             blocks.append(gradients)
-        self._states, self._plans = states, plans
+        self._states, self._replaced = states, replaced
         present = [each.present for each in blocks]
         if not all_same(present, self._present):
             self._present, flags = present, [*chain.from_iterable(present)]

@@ -85,12 +85,14 @@ class Launch:
     """The rows that one kernel call updates.
 
     Attributes:
-        batch: the rows' jobs.
+        rows: the rows, all of one member if it needs a batch to itself.
+        batch: their jobs.
         numbers: int64, for each row the number of its member.
         copies: whether each step goes through a contiguous copy of the weight.
         has_direction: whether the rule needs whole tensors, and follows a direction.
         reads_in_place: whether the kernel reads gradients where they are.
         has_statistic: whether a statistic is summed over whole tensors before the update.
+        rule_on_device: backend, rule and device: one source of scalars serves all that share them.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["States", "set_seen"]
+__all__ = ["States", "note_replaced", "set_seen"]
 
 
 class States(defaultdict):
@@ -21,11 +21,11 @@ class States(defaultdict):
 
     Attributes:
         seen: whether code outside may hold a state or one of its tensors, or has put some here.
-        plans: how many plans were made for the states; each replaces their ``step`` tensors.
+        replaced: how often our own code has replaced tensors of states, as each new plan does.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.seen, self.plans = False, 0
+        self.seen, self.replaced = False, 0
         super().__init__(*arguments, **named)
         self.seen = len(self) > 0
 
@@ -34,14 +34,26 @@ class States(defaultdict):
         return super().__iter__()
 
     def __reduce__(self) -> Any:
-        # A copy has its own tensors, which nobody has seen.
-        return States, (self.default_factory,), None, None, iter(dict.items(self))
+        # Of tensors that nobody has seen, nobody has a copy either.
+        return _copied, (self.default_factory, dict(dict.items(self)), self.seen)
+
+
+def _copied(factory: Any, contents: dict[Any, Any], seen: bool) -> States:
+    states = States(factory, contents)
+    states.seen = seen
+    return states
 
 
 def set_seen(states: Any, seen: bool) -> None:
     """Set whether code outside may hold a tensor of these states; other dicts do not record it."""
     if isinstance(states, States):
         states.seen = seen
+
+
+def note_replaced(states: Any) -> None:
+    """Let plans look at these states again, because our own code has replaced some tensors."""
+    if isinstance(states, States):
+        states.replaced += 1
 
 
 def _noticing(method: Callable[..., Any]) -> Callable[..., Any]:

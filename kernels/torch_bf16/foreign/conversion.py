@@ -118,10 +118,8 @@ def check_conversion(
         places = [n for n, each in enumerate(group["params"]) if id(each) not in cast]
         kept = [key for key in ("params", "param_names") if key in group]
         check_group({**group, **{key: [group[key][n] for n in places] for key in kept}}, number)
-    scheduled = _scheduler_wrapper(optimizer)
-    if target is None:
-        return Conversion(optimizer, foreign_class(type(optimizer)), False, scheduled)
-    return Conversion(optimizer, target, True, scheduled)
+    ours = target or foreign_class(type(optimizer))
+    return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
 
 
 def check_same(
@@ -154,10 +152,12 @@ def check_same(
 
 def check_roles(roles: Mapping[str, str | None] | None) -> None:
     """Raise for a role of states that no recipe has a format for."""
-    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
+    known = (FIRST_MOMENT, SECOND_MOMENT, None)
+    given: Any = {} if roles is None else roles
+    if not isinstance(given, Mapping) or not all(each in known for each in given.values()):
         raise ValueError(
-            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
-            "None for fp32"
+            f"roles={roles!r} must be a dict of states' names: a state takes the format of "
+            "'exp_avg' or 'exp_avg_sq', or None for fp32"
         )
 
 

@@ -20,7 +20,7 @@ from .advice import refusal
 from .contents import names_any, within
 from .meetings import Meetings
 
-__all__ = ["Runner", "own_attributes", "shared_states"]
+__all__ = ["Runner", "looks_up", "own_attributes"]
 
 # Attributes that this package keeps on a converted optimizer, or that copies replace.
 _REPLACED = frozenset(
@@ -38,7 +38,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
+def _shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """The entries of ``optimizer.state`` whose keys are not parameters, such as counters."""
     return {key: each for key, each in states.items() if not isinstance(key, Tensor)}
 
@@ -105,7 +105,7 @@ class Runner:
         self._optimizer, self._kind, self._evaluated = optimizer, kind, evaluated
         self._active, self.indexes = active, indexes
         self._before = own_attributes(optimizer)
-        self.shared = self._shared_before = shared_states(optimizer.state)
+        self.shared = self._shared_before = _shared_states(optimizer.state)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
         self._options: dict[int, dict[str, Any]] = {}
         self._random: Any = None
@@ -148,7 +148,7 @@ class Runner:
         instance.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may write to a tensor there, such as a counter.
         instance.state.update(copy.deepcopy(self._shared_before))
-        function = without_hooks(getattr(self._kind, method))
+        function = _without_hooks(getattr(self._kind, method))
         parameters = [parameter for _, parameter, _ in members]
         before = _random_states(parameters)
         self._random = self._random or before
@@ -159,7 +159,7 @@ class Runner:
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
             function(instance, **self._closure_of(function, parameters))
         if meetings is not None:
-            meetings.finish(shared_states(instance.state))
+            meetings.finish(_shared_states(instance.state))
             self.couples |= meetings.couples
         after = _random_states(parameters)
         self.draws |= before[0] != after[0]
@@ -170,7 +170,7 @@ class Runner:
                 self._options[number] = _news(options[number], group)
         self.indexes |= groups.indexed
         self.attributes |= _news(attributes, own_attributes(instance))
-        self.shared = shared_states(instance.state)
+        self.shared = _shared_states(instance.state)
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
 
     def _closure_of(self, function: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Runner:
         if closure is None or (self._evaluated is None and not _is_required(closure)):
             return {}
         (loss,) = self._evaluated or (None,)
-        return {"closure": closure_for(self._kind, parameters, loss)}
+        return {"closure": _closure_for(self._kind, parameters, loss)}
 
     def _numbers(self, with_members: Collection[int]) -> list[int]:
         """The groups of a call: those with members, and those that no call has members of.
@@ -231,7 +231,7 @@ class Runner:
         for number, options in self._options.items():
             self._optimizer.param_groups[number].update(options)
         vars(self._optimizer).update(self.attributes)
-        for key in shared_states(self._optimizer.state):
+        for key in _shared_states(self._optimizer.state):
             del self._optimizer.state[key]
         self._optimizer.state.update(self.shared)
 
@@ -266,7 +266,7 @@ def _is_required(argument: inspect.Parameter) -> bool:
     return argument.default is inspect.Parameter.empty
 
 
-def closure_for(kind: type, parameters: Sequence[Tensor], loss: Any) -> Callable[[], Any]:
+def _closure_for(kind: type, parameters: Sequence[Tensor], loss: Any) -> Callable[[], Any]:
     """A closure for a step whose model was evaluated before: the step may call it once, first."""
     versions = [each._version for each in parameters]
 
@@ -280,7 +280,7 @@ def closure_for(kind: type, parameters: Sequence[Tensor], loss: Any) -> Callable
     return closure
 
 
-def without_hooks(step: Any) -> Any:
+def _without_hooks(step: Any) -> Any:
     """The class's own ``step`` without torch's wrapper for hooks, which run around our step."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__

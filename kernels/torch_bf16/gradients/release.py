@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.rules import STORE
 from torch_bf16.sharding import unit_shapes
 
 from .backward import released
@@ -119,8 +120,7 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
     engine = optimizer._engine
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     why = None
-    # Only classes without a fused rule have this attribute.
-    if hasattr(optimizer, "roles"):
+    if any(optimizer.rule_of_group(group) is STORE for group in optimizer.param_groups):
         why = (
             f"{type(optimizer).__name__} has no fused rule, and its own step may combine all "
             "parameters. Use an optimizer of torch_bf16, or step after the backward pass"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch_bf16.argument_checks import check_max_norm
@@ -36,7 +37,7 @@ def release_options(options: dict[str, Any]) -> ReleaseOptions | None:
         (1.0, {'seed': 7})
     """
     release = options.pop("release_gradients", None)
-    names = ("max_norm", "norm", "accumulation_steps")
+    names = [each.name for each in dataclasses.fields(ReleaseOptions)]
     removed = {name: options.pop(_PREFIX + name, None) for name in names}
     arguments = {name: value for name, value in removed.items() if value is not None}
     if not (release is None or isinstance(release, bool)):

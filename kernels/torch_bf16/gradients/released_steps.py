@@ -169,8 +169,9 @@ class ReleasedSteps:
         self._exchanged = {
             id(p)
             for group in optimizer.param_groups
+            if _looks_at_all(optimizer.rule_of_group(group))
             for p in group["params"]
-            if _looks_at_all(optimizer.rule_of_parameter(group, p)) and shard_of(p).sharded
+            if shard_of(p).sharded
         }
         reference = weakref.ref(self)
         for parameter in in_groups:

@@ -46,12 +46,4 @@ def setup_gradients(
         accumulate_gradients(model, ours)
     if ours.recipe.reduce != "wrapper":
         reduce_gradients(model, ours)
-    if release is None:
-        return None
-    return release_gradients(
-        model,
-        ours,
-        max_norm=release.max_norm,
-        norm=release.norm,
-        accumulation_steps=release.accumulation_steps,
-    )
+    return None if release is None else release_gradients(model, ours, **vars(release))

@@ -16,6 +16,7 @@ from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.rules import ACCUMULATE
 from torch_bf16.sharding import Span, local, shard_of
+from torch_bf16.states.views import COUNTER
 
 from .gathering import Group
 
@@ -144,7 +145,9 @@ def _setting(optimizer: Any) -> tuple[Any, ...]:
     names = optimizer._engine.names
     # The key of a parameter without a name follows from its place.
     of_groups = [(len(g["params"]), g.get("param_names")) for g in optimizer.param_groups]
-    return optimizer.recipe.seed, optimizer.backend, of_groups, dict(names.given), names.zero
+    # Not a copy of the names, which are only ever replaced: comparing it would read all of them,
+    # for every parameter whose gradient does not wait for others.
+    return optimizer.recipe.seed, optimizer.backend, of_groups, names.given, names.zero
 
 
 def _launches(
@@ -236,7 +239,7 @@ def _buffer(counter: Any) -> Tensor | None:
 def _counters(states: dict[Any, Any]) -> dict[Tensor, Any]:
     return {
         # A class without a fused rule may count in another way, or not at all.
-        p: state.get("noise_step", state.get("step"))
+        p: state.get(COUNTER, state.get("step"))
         for p, state in dict.items(states)
-        if isinstance(p, Tensor) and ("noise_step" in state or "step" in state)
+        if isinstance(p, Tensor) and (COUNTER in state or "step" in state)
     }

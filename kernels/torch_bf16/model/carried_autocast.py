@@ -79,7 +79,7 @@ def inside_step() -> Iterator[None]:
 def carry_autocast(
     model: _M,
     *,
-    compute: str = "autocast",
+    compute: str | None = None,
     map_tensors: _Map = map_tensors,
     **autocast: Any,
 ) -> _M:
@@ -95,7 +95,8 @@ def carry_autocast(
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
             settings.
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
-            instead; see :func:`torch_bf16.arithmetic`.
+            instead; see :func:`torch_bf16.arithmetic`. None keeps what the model carries, such as
+            the ``"fp32"`` of a recipe that it was cast by; without that, ``"autocast"``.
         map_tensors: applies a function to all tensors in arguments or results, however nested:
             ``map_tensors(function, data)``. The default handles the containers that
             ``torch.utils._pytree`` knows: tuples, lists, dicts, tensordicts and outputs of
@@ -117,6 +118,8 @@ def carry_autocast(
         torch.float32
     """
     check_module("carry_autocast", model)
+    if compute is None:
+        compute = next((each.compute for _, each in _carried_in(model)), "autocast")
     check_compute(compute)
     check_scripted(model, compute)
     scripted = _called_by_scripts(model)
@@ -286,13 +289,18 @@ def _blank() -> CarriedForward:
     return CarriedForward.__new__(CarriedForward)
 
 
-def _remove_from(module: Any) -> None:
-    for each in module.modules():
+def _carried_in(model: nn.Module) -> Iterator[tuple[nn.Module, CarriedForward]]:
+    for each in model.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
-            del each.__dict__["forward"]
-            if carried.own is not None:
-                each.__dict__["forward"] = carried.own
+            yield each, carried
+
+
+def _remove_from(model: nn.Module) -> None:
+    for each, carried in _carried_in(model):
+        del each.__dict__["forward"]
+        if carried.own is not None:
+            each.__dict__["forward"] = carried.own
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:

@@ -211,10 +211,10 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's NAdam.__setstate__ expects mu_product in every state.
-        for own in state["state"].values():
+        for own in dict.values(state["state"]):
             own["mu_product"] = torch.ones((), device="cpu")
         super().__setstate__(state)
-        for own in self.state.values():
+        for own in dict.values(self.state):
             own.pop("mu_product", None)
 
     def state_dict(self) -> dict[str, Any]:

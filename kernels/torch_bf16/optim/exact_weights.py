@@ -15,6 +15,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import fetch
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
+from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.model import remainders
@@ -68,7 +69,9 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
         complete = optimizer._complete(state, shard, group, label, Changes())
         # Replace the dict only if needed, because plans and graphs refer to it.
         if complete.keys() != state.keys() or any(complete[k] is not state[k] for k in complete):
-            optimizer.state[parameter] = state = complete
+            state = complete
+            dict.__setitem__(optimizer.state, parameter, state)
+            note_replaced(optimizer.state)
         remainders.forget(shard)
     snapshot = engine.snapshots.setdefault(parameter, Snapshot.of(shard))
     # Its noise must differ from that of the steps around it and of any write before it.

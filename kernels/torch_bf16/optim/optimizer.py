@@ -94,8 +94,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         options = {name: value for name, value in options.items() if value}
         self.defaults.update(options)
         for number, group in enumerate(self.param_groups):
-            for name, value in options.items():
-                group.setdefault(name, value)
+            group.update({**options, **group})
             self._check_options(group, number)
             resolve_peak_lr(group, number, self.decouples_decay(group))
         self.state = States(dict, self.state)
@@ -302,9 +301,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             NotImplementedError: an option of the group is not supported.
         """
         super().add_param_group(param_group)
-        number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            self._check_group(group, number)
+            self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
@@ -352,11 +350,13 @@ class BF16Optimizer(torch.optim.Optimizer):
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        seen = getattr(state.get("state"), "seen", True)  # torch's own method looks at every state
         super().__setstate__(state)
         if not isinstance(self.state, States):
             self.state = States(dict, self.state)
         # torch calls this after loading a state dict, too.
         if "_engine" in state:
+            set_seen(self.state, seen)
             self.observers = []
             shards = [shard_of(each) for each in self.state if isinstance(each, Tensor)]
             self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}

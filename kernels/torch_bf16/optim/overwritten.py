@@ -110,6 +110,7 @@ def states_without_remainders(optimizer: BF16Optimizer) -> States:
         if isinstance(key, Tensor):
             state = without_remainders(optimizer, shard_of(key), state)
         dict.__setitem__(states, key, state)
+    states.seen = getattr(optimizer.state, "seen", True)
     return states
 
 

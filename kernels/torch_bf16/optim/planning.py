@@ -9,21 +9,20 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, formats_of
 from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
-from torch_bf16.engine.states import States
+from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
 from torch_bf16.model import cast_modules, remainders
 from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
-from torch_bf16.sharding import Shard, no_torch_function, shard_of
+from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
@@ -112,8 +111,8 @@ def make_plan(
         by_parameter = kept | {each.parameter: each for each in members}
         ordered = (p for group in optimizer.param_groups for p in group["params"])
         members = [by_parameter[p] for p in ordered if p in by_parameter]
-    if isinstance(optimizer.state, States):
-        optimizer.state.plans += 1
+    # The plan puts its own ``step`` tensors there.
+    note_replaced(optimizer.state)
     rounds, sharded = _rounds(optimizer), _summed(optimizer, members)
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds, sharded)
     plan.compile(optimizer.param_groups)
@@ -292,19 +291,14 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
 def _check_reduced(optimizer: BF16Optimizer) -> None:
     """Warn once if gradients are not reduced as the recipe asks."""
     engine, way = optimizer._engine, optimizer.recipe.reduce
-    if (
-        way == "wrapper"
-        or engine.reduction_checked
-        or not (dist.is_available() and dist.is_initialized())
-    ):
+    if way == "wrapper" or engine.reduction_checked or world_size() == 1:
         return
     engine.reduction_checked = True
-    if dist.get_world_size() > 1:
-        _logger.warning(
-            "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "
-            "optimizer) with the wrapped model before training",
-            *(way, optimizer.recipe.name),
-        )
+    _logger.warning(
+        "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "
+        "optimizer) with the wrapped model before training",
+        *(way, optimizer.recipe.name),
+    )
 
 
 def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:

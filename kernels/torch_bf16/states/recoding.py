@@ -81,21 +81,21 @@ def without_stale_remainders(
         changes: counts the weights that continue from their bf16 numbers.
     """
     kept = dict(state)
-    suffixes = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
+    beside = [(each, plane) for each in ROLES["weights"].values() for plane in each.planes[1:]]
+    suffixes = {plane.suffix for _, plane in beside}
     others = [each for key, each in state.items() if key not in {*suffixes, "step"}]
     dtypes = {getattr(each, "dtype", None) for each in others}
     # torch casts every state: if one is fp32, the optimizer itself keeps the others in bf16.
     narrow = {*moments} == {FP32} and torch.bfloat16 in dtypes and torch.float32 not in dtypes
-    for format_ in ROLES["weights"].values():
-        for plane in format_.planes[1:]:
-            value = state.get(plane.suffix)
-            # State dicts show 16 bits as bf16.
-            shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
-            if not isinstance(value, Tensor):
-                continue
-            if narrow or (value.is_floating_point() and value.dtype != shown):
-                kept.pop(plane.suffix, None)
-                changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
+    for format_, plane in beside:
+        value = state.get(plane.suffix)
+        # State dicts show 16 bits as bf16.
+        shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
+        if not isinstance(value, Tensor):
+            continue
+        if narrow or (value.is_floating_point() and value.dtype != shown):
+            kept.pop(plane.suffix, None)
+            changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
     return kept
 
 
@@ -107,17 +107,12 @@ def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
         new: the format to encode to.
 
     Returns:
-        New planes.
+        Its planes; ``x`` itself may be one of them.
     """
     if new is BF16_STOCHASTIC:
         new = BF16_NEAREST
-    planes = tuple(
-        torch.empty(plane.shape(x.shape), dtype=plane.dtype, device=x.device)
-        for plane in new.planes
-    )
-    middle = torch.full(x.shape, 0x8000, dtype=torch.int32, device=x.device)
-    new.encode(x, middle if new.stochastic else None, planes)
-    return planes
+    middle = torch.full_like(x, 0x8000, dtype=torch.int32) if new.stochastic else None
+    return new.split(x, middle)
 
 
 def recode_weight(x: Tensor, parameter: Tensor, new: Format) -> tuple[Tensor, ...]:

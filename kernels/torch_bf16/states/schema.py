@@ -113,10 +113,7 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
     if saved is None:
         return recipe
     if not isinstance(saved, Mapping) or not isinstance(saved.get("schema"), int):
-        raise StateMismatchError(
-            f"the entry {HEADER!r} of the state dict is damaged: {saved!r}. Delete it to load the "
-            "rest as it is"
-        )
+        raise _damaged(f"{saved!r}")
     if saved["schema"] != SCHEMA:
         raise StateMismatchError(
             f"the state dict has schema {saved['schema']} and this version of torch_bf16 reads "
@@ -128,22 +125,25 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
         for group in names
     )
     if not isinstance(other, Mapping) or not listed:
-        raise StateMismatchError(
-            f"the entry {HEADER!r} of the state dict is damaged: its recipe is {other!r} and must "
-            "be a dict, or its names are not lists of names. Delete it to load the rest as it is"
+        raise _damaged(
+            f"its recipe is {other!r} and must be a dict, or its names are not lists of names"
         )
     if missing := {"name", "seed", *_FORMAT_FIELDS} - other.keys():
-        raise StateMismatchError(
-            f"the entry {HEADER!r} of the state dict has no {', '.join(sorted(missing))} of its "
-            "recipe; it is damaged. Delete it to load the rest as it is"
-        )
-    narrow = saved.get(NARROW, [])
-    if not _are_names(narrow):
-        raise StateMismatchError(
-            f"{NARROW!r} in the entry {HEADER!r} of the state dict is damaged: it is {narrow!r} "
-            "and must be a list of names. Delete it to load the rest as it is"
-        )
+        raise _damaged(f"its recipe has no {', '.join(sorted(missing))}")
+    if not isinstance(other["seed"], int):
+        raise _damaged(f"its seed is {other['seed']!r} and must be an int")
+    if not isinstance(norm := saved.get("last_norm"), (int, float, type(None))):
+        raise _damaged(f"its last_norm is {norm!r} and must be a number")
+    if not _are_names(narrow := saved.get(NARROW, [])):
+        raise _damaged(f"its {NARROW!r} is {narrow!r} and must be a list of names")
     return dataclasses.replace(recipe, seed=other["seed"])
+
+
+def _damaged(what: str) -> StateMismatchError:
+    return StateMismatchError(
+        f"the entry {HEADER!r} of the state dict is damaged: {what}. Delete it to load the rest as "
+        "it is"
+    )
 
 
 def narrow_states(state_dict: Any) -> set[str]:
