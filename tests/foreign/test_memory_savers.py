@@ -5,7 +5,15 @@ import io
 
 import pytest
 import torch
-from foreign_cases import Marks, NeedsClosure, ScheduleFree, exact_weights, make_run, train
+from foreign_cases import (
+    KeepsByParameter,
+    Marks,
+    NeedsClosure,
+    ScheduleFree,
+    exact_weights,
+    make_run,
+    train,
+)
 from optimizer_cases import bits
 from torch import nn
 
@@ -290,3 +298,37 @@ def test_sam_around_a_converted_base_moves_as_far_as_in_fp32():
         weight = optimizer.base_optimizer.exact_weight(weight) if recipe else weight
         moved.append((weight - start).abs().mean().item())
     assert moved[1] == pytest.approx(moved[0], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"), [("dion.dion", "Dion2, NorDion2"), ("heavyball", "SOAP, .* of pytorch_op")]
+)
+def test_a_class_that_looks_parameters_up_is_told_of_others_that_do_not(module, match):
+    kind = type("Dion", (KeepsByParameter,), {"__module__": module})
+    model, optimizer = make_run(kind, "bf16-stochastic")
+    with pytest.raises(NotImplementedError, match=rf"{module}.Dion cannot .*{match}.*are taken as"):
+        train(model, optimizer, [1])
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+def test_an_ascent_from_exact_weights_is_kept_where_one_in_bf16_is_lost(recipe):
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer, recipe)
+    ascent = torch.randn(128, 128).sign() * 1e-5  # a tenth of a bf16 spacing
+
+    def moved(before):
+        return ((model.weight.detach().float() - before.float()) * ascent.sign()).mean().item()
+
+    start = model.weight.detach().clone()
+    with torch_bf16.exact_weights(model, optimizer) as weights:
+        before = {name: weight.clone() for name, weight in weights.items()}
+        weights["weight"] += ascent
+    assert moved(start) == pytest.approx(1e-5, rel=0.2)
+    with torch_bf16.exact_weights(model, optimizer) as weights:
+        weights.update(before)
+    assert torch.equal(model.weight, start)
+    with torch.no_grad():
+        model.weight.add_(ascent)
+    assert moved(start) < 2e-6

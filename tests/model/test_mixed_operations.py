@@ -75,6 +75,13 @@ OPERATIONS = {
         lambda p: F.batch_norm(x(4, 3).to(BF16), torch.zeros(3), torch.ones(3), p, training=True),
         (3,),
     ),
+    **{
+        f"antialiased {mode}": (
+            lambda p, mode=mode: F.interpolate(p, size=(3, 3), mode=mode, antialias=True),
+            (1, 2, 5, 5),
+        )
+        for mode in ("bicubic", "bilinear")
+    },
     "embedding_bag": (
         lambda p: F.embedding_bag(SOME.view(1, 2), p, per_sample_weights=x(1, 2), mode="sum"),
         (4, 3),
@@ -149,6 +156,7 @@ FILLS = {
     "where self": lambda y: torch.where(MASK, LOWEST, y),
     "index_fill": lambda y: y.index_fill(0, SOME, LOWEST),
     "index_fill_": lambda y: y.clone().index_fill_(0, SOME, LOWEST),
+    "fill_diagonal_": lambda y: y.repeat(4, 1).fill_diagonal_(LOWEST)[0],
 }
 
 

@@ -38,23 +38,29 @@ def test_a_cast_for_masters_that_the_optimizer_does_not_keep_is_refused():
     assert torch.equal(model.weight, before)
 
 
-def test_a_weight_that_its_module_has_recast_is_named_and_trained_in_fp32(said):
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_weights_that_their_module_has_recast_are_named_and_trained_in_fp32(said, recipe):
     """As by pytorch-metric-learning's ArcFace, whose weight takes the dtype of the embeddings."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
-    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
-    model[1].weight.data = model[1].weight.data.float()
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (model[:2], model[2])]
+    model, (first, alone) = torch_bf16.prepare(model, optimizers, recipe)
+    for each in model[1:]:
+        each.weight.data = each.weight.data.float()
     before = model[1].weight.detach().clone()
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step()
-    (line,) = said()
-    assert "'1.weight' was cast to bfloat16 and is float32 again" in line
-    assert "keep_fp32" in line
+        first.step()
+        alone.step()
+    lines = said()
+    assert ["'1.weight'" in lines[0], "'2.weight'" in lines[1]] == [True, True]
+    assert all("keep_fp32" in line and "float32 again" in line for line in lines)
+    # Not that the model was never cast.
+    assert len(lines) == 2
     assert (before - model[1].weight).allclose(torch.full((4, 4), 2e-3), rtol=0.05)
-    assert "remainder16" in optimizer.state[model[0].weight]
-    assert "remainder16" not in optimizer.state[model[1].weight]
+    exact = recipe == "bf16-fp32-master"
+    assert ("remainder16" in first.state[model[0].weight]) is exact
+    assert "remainder16" not in first.state[model[1].weight]
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])

@@ -235,6 +235,15 @@ class Wraps(torch.optim.Optimizer):
         self.base.step()
 
 
+class WrapsBesideTheModel(Wraps):
+    """The same, with the parameters in an attribute, too, as WSAM keeps its model."""
+
+    def __init__(self, params):
+        params = list(params)
+        self.model = torch.nn.ParameterList(params)
+        super().__init__(params)
+
+
 class Holds(torch.optim.SGD):
     """Keeps the parameters themselves in a list of its own."""
 
@@ -319,6 +328,7 @@ REFUSED = {
     "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
     "layer-wise by parameter": (DummyOptimizer, "its step does nothing"),
     "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
+    "wrapper beside the model": (WrapsBesideTheModel, r"optimizer, SGD, .*convert\(optimizer.base"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
     "rates by id": (RatesById, r"looks up parameters, or their id\(\), in its attribute rates"),
     "lbfgs": (torch.optim.LBFGS, "closure several times per step.* in float32, or in these modes"),

@@ -26,6 +26,9 @@ _ADVICE = {
     "galore_torch.adamw8bit.": "GaLoreAdamW of the same package is taken as it is; or use "
     f"torch_bf16.AdamW with {_INT8}",
     "apollo_torch.q_apollo.": "APOLLOAdamW of the same package is taken as it is",
+    "dion.dion.": "Dion2, NorDion2, NorMuon and Muon of the same package are taken as they are",
+    "heavyball.": "torch_bf16 has AdamW, NAdam, RMSprop, ADOPT, SGD, Muon and AdamWScheduleFree, "
+    "and SOAP, Kron (PSGD), LaProp and AdEMAMix of pytorch_optimizer are taken as they are",
     "lomo_optim.lomo.": "It updates each weight inside backward(), which release_gradients(model, "
     "optimizer) does with torch_bf16.SGD, 2 bytes per parameter with bf16-stochastic (the option "
     "release_gradients=True of both plugins)",

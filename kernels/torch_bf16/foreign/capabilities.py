@@ -111,25 +111,28 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         )
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     attributes = own_attributes(optimizer)
-    for name, each in attributes.items():
-        for inner in within(each) if name != "defaults" else ():
-            if inner is optimizer:
-                return (
-                    f"its attribute {name} refers to itself, and what it writes there would be "
-                    "lost: each step runs on another instance of its class"
-                )
-            if isinstance(inner, torch.optim.Optimizer):
-                if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
-                    continue  # it steps tensors of its own, such as a schedule
-                return (
-                    f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
-                    f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, "
-                    "model=model) converts that one, and the wrapper is then left as it is"
-                )
-            if isinstance(inner, nn.Module) or id(inner) in parameters:
-                return f"it keeps the model's own tensors in its attribute {name}"
-            if isinstance(inner, Tensor) and inner.numel() > 1:
-                return f"it keeps tensors in its attribute {name}, outside `state`"
+    places = ((name, each) for name, each in attributes.items() if name != "defaults")
+    kept = [(name, inner) for name, each in places for inner in within(each)]
+    # First: a wrapper may also keep the model, and what it wraps can be converted.
+    for name, inner in kept:
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
+                continue  # it steps tensors of its own, such as a schedule
+            return (
+                f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
+                f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, model=model) "
+                "converts that one, and the wrapper is then left as it is"
+            )
+    for name, inner in kept:
+        if inner is optimizer:
+            return (
+                f"its attribute {name} refers to itself, and what it writes there would be lost: "
+                "each step runs on another instance of its class"
+            )
+        if isinstance(inner, nn.Module) or id(inner) in parameters:
+            return f"it keeps the model's own tensors in its attribute {name}"
+        if isinstance(inner, Tensor) and inner.numel() > 1:
+            return f"it keeps tensors in its attribute {name}, outside `state`"
     if name := _attribute_of_parameters(optimizer):
         return (
             f"it keeps {name} as an attribute of parameters, and each step would get copies of "

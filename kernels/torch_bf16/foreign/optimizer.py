@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +64,11 @@ class ForeignEngine(Engine):
     Attributes:
         traits: what is known about the class's own step; copies of the optimizer keep it.
         encoder: encodes the results of that step.
+        evaluated: what the closure of the present step returned, in a tuple; None if it has none.
     """
 
     traits: Traits
+    evaluated: tuple[Any] | None = None
 
     def __init__(self, names: ParameterNames | None = None) -> None:
         super().__init__(names)
@@ -101,6 +103,23 @@ class ForeignOptimizer(BF16Optimizer):
     def rule_of_group(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores the results of the class's own step."""
         return STORE
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """Take a step; the class's own step gets a closure that returns what ``closure`` did.
+
+        So a class that would evaluate the model again in the middle of its step is refused, where
+        without a closure it would leave that part out, or say that it was given none.
+        """
+
+        def evaluate() -> Any:
+            assert closure is not None
+            self._engine.evaluated = (closure(),)
+            return self._engine.evaluated[0]
+
+        try:
+            return super().step(None if closure is None else evaluate)
+        finally:
+            self._engine.evaluated = None
 
     def _update(
         self, parameters: list[Tensor], plan: Any, setting: Any, inputs: StepInputs

@@ -100,7 +100,8 @@ class OwnStep:
 
     def _new_runner(self) -> Runner:
         active = {each.group for each in self._members}
-        return Runner(self._optimizer, self._kind, active, self._traits.indexes)
+        evaluated = self._engine.evaluated
+        return Runner(self._optimizer, self._kind, active, self._traits.indexes, evaluated)
 
     def _looked_at(
         self, buckets: list[list[WorkingCopy]], scale: float

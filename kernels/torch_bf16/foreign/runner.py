@@ -84,6 +84,7 @@ class Runner:
         kind: its own class.
         active: the numbers of the groups that the calls have members of, together.
         indexes: whether the class reads a group by its number.
+        evaluated: what the user's closure returned, in a tuple; None if the step was given none.
 
     Attributes:
         indexes: the same, as the calls have shown.
@@ -99,8 +100,9 @@ class Runner:
         kind: type[torch.optim.Optimizer],
         active: Collection[int],
         indexes: bool,
+        evaluated: tuple[Any] | None = None,
     ) -> None:
-        self._optimizer, self._kind = optimizer, kind
+        self._optimizer, self._kind, self._evaluated = optimizer, kind, evaluated
         self._active, self.indexes = active, indexes
         self._before = own_attributes(optimizer)
         self.shared = self._shared_before = _shared_states(optimizer.state)
@@ -155,8 +157,7 @@ class Runner:
             numbered = dict(zip(numbers, groups, strict=True))
             meetings = Meetings(members, lambda: (numbered, own_attributes(instance)))
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
-            closed = _needs_closure(function)
-            function(instance, *([_closure_for(self._kind, parameters)] if closed else []))
+            function(instance, **self._closure_of(function, parameters))
         if meetings is not None:
             meetings.finish(_shared_states(instance.state))
             self.couples |= meetings.couples
@@ -171,6 +172,14 @@ class Runner:
         self.attributes |= _news(attributes, own_attributes(instance))
         self.shared = _shared_states(instance.state)
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
+
+    def _closure_of(self, function: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """A closure for a method that requires one, or that takes one if the user's step did."""
+        closure = inspect.signature(function).parameters.get("closure")
+        if closure is None or (self._evaluated is None and not _is_required(closure)):
+            return {}
+        (loss,) = self._evaluated or (None,)
+        return {"closure": _closure_for(self._kind, parameters, loss)}
 
     def _numbers(self, with_members: Collection[int]) -> list[int]:
         """The groups of a call: those with members, and those that no call has members of.
@@ -253,21 +262,20 @@ def _random_states(parameters: Sequence[Tensor]) -> tuple[Any, dict[Any, Tensor]
     return random.getstate(), {None: torch.get_rng_state(), **states}
 
 
-def _needs_closure(step: Any) -> bool:
-    """Whether a step requires a closure."""
-    closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def _is_required(argument: inspect.Parameter) -> bool:
+    return argument.default is inspect.Parameter.empty
 
 
-def _closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
+def _closure_for(kind: type, parameters: Sequence[Tensor], loss: Any) -> Callable[[], Any]:
     """A closure for a step whose model was evaluated before: the step may call it once, first."""
     versions = [each._version for each in parameters]
 
-    def closure() -> None:
+    def closure() -> Any:
         if versions != [each._version for each in parameters]:
             why = "it evaluates the closure with other weights, or several times a step"
             raise NotImplementedError(f"{refusal(kind, why)}. {UNTOUCHED}")
         versions.clear()
+        return loss
 
     return closure
 

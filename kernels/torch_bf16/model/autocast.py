@@ -58,10 +58,11 @@ _FP32_ONLY = (
     # In bf16 the first rounds to other levels; the second is fused with observers, which are fp32.
     *("fake_quantize_per_channel_affine", "fused_moving_avg_obs_fake_quant"),
 )
+_FP32_ONLY_ON_CPUS = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
 # Not fill_, which full() and ones() call: each goes through Python here, for ten microseconds.
 _FILLING = (
     *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill.int_Scalar"),
-    *("index_fill_.int_Scalar", "where.ScalarOther", "where.ScalarSelf"),
+    *("index_fill_.int_Scalar", "where.ScalarOther", "where.ScalarSelf", "fill_diagonal_"),
 )
 
 # With bf16 arguments torch asks first whether oneDNN has a kernel for them.
@@ -266,7 +267,12 @@ _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
 }
 
 GAPS: dict[str, dict[_Convert, tuple[str, ...]]] = {
-    "AutocastCPU": {_promote_by_input: _NORMS, _cast_all: _CAST, **_ANYWHERE},
+    "AutocastCPU": {
+        **_ANYWHERE,
+        _promote_by_input: _NORMS,
+        _cast_all: _CAST,
+        _widen_all: (*_FP32_ONLY, *_FP32_ONLY_ON_CPUS),
+    },
     "AutocastCUDA": _ANYWHERE,
 }
 """For each dispatch key, the functions that convert arguments, each with its operations."""

@@ -18,6 +18,7 @@ __all__ = [
     "is_of_cast_model",
     "name_in_cast_model",
     "note",
+    "recast_weights",
     "stored_by",
     "trained_weights",
 ]
@@ -30,11 +31,13 @@ class _Cast(NamedTuple):
         name: the module's name in the outermost model that was cast.
         cast_by: the recipe that cast its fp32 parameters; None if they were bf16 before.
         stored_by: the latest recipe by which its bf16 parameters, cast or not, are stored.
+        cast: the names in the module of the parameters that were cast.
     """
 
     name: str = ""
     cast_by: Recipe | None = None
     stored_by: Recipe | None = None
+    cast: frozenset[str] = frozenset()
 
 
 # By module: torch does not convert a sharded parameter that has a weak reference. By identity:
@@ -55,15 +58,16 @@ def note(
             others: fp32 weights that are loaded later may then have masters.
     """
     for name, sub in model.named_modules():
-        own = [id(p) for p in sub.parameters(recurse=False)]
+        own = {key: id(p) for key, p in sub.named_parameters(recurse=False)}
         before = _known.get(sub) or _Cast()
-        cast = any(each in to_bf16 for each in own)
-        stored = cast or any(each in in_bf16 for each in own)
+        cast = {key for key, each in own.items() if each in to_bf16}
+        stored = cast or any(each in in_bf16 for each in own.values())
         _known[sub] = _Cast(
             # A part may be cast on its own, before or after the model around it.
             max(name, before.name, key=len),
             recipe if cast else before.cast_by,
             recipe if stored else before.stored_by,
+            before.cast | cast,
         )
 
 
@@ -120,3 +124,11 @@ def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
     for name, _, _, p in bf16_weights():
         if p.requires_grad:
             yield name, p
+
+
+def recast_weights() -> Iterator[nn.Parameter]:
+    """The weights that ``cast_model`` has cast to bf16 and that something has made fp32 again."""
+    for sub, known in list(_known.items()):
+        for name, p in sub.named_parameters(recurse=False):
+            if name in known.cast and p.dtype == torch.float32:
+                yield p

@@ -18,7 +18,7 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
-from torch_bf16.model import remainders
+from torch_bf16.model import cast_modules, remainders
 from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
@@ -310,29 +310,33 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     matrices = [each for each in members if len(each.shard.shape) > 1]
     if not matrices or any(dict.get(optimizer.state, each.parameter) for each in matrices):
         return
-    parameters = [each.parameter for each in matrices]
-    if all(p.dtype == torch.float32 and not is_kept_fp32(p) for p in parameters):
+    fp32 = [each.shard for each in members if each.parameter.dtype == torch.float32]
+    # Losses with weights of their own cast these to the dtype of their inputs.
+    made_fp32 = {id(p) for p in cast_modules.recast_weights()} if fp32 else ()
+    recast = [shard for shard in fp32 if id(shard.parameter) in made_fp32]
+    alone = [each.shard for each in members if len(each.formats[0].planes) == 1]
+    known = remainders.find_remainders(alone)
+    dropped = [shard for shard, each in zip(alone, known, strict=True) if each is not None]
+    dropped = [shard for shard in dropped if shard.parameter.dtype != torch.float32]
+    if dropped:
+        raise ValueError(
+            f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
+            f"optimizer keeps none for {len(dropped)} of its parameters. Give both one recipe: "
+            "torch_bf16.prepare(model, optimizer, recipe) does"
+        )
+    parameters = [each.parameter for each in matrices if id(each.parameter) not in made_fp32]
+    if parameters and all(p.dtype == torch.float32 and not is_kept_fp32(p) for p in parameters):
         _logger.warning(
             "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
             "torch_bf16.cast_model(model, %r) before the first step",
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
-    alone = [each.shard for each in members if len(each.formats[0].planes) == 1]
-    known = remainders.find_remainders(alone)
-    dropped = [shard for shard, each in zip(alone, known, strict=True) if each is not None]
-    recast = [shard for shard in dropped if shard.parameter.dtype == torch.float32]
-    if len(dropped) > len(recast):
-        raise ValueError(
-            f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
-            f"optimizer keeps none for {len(dropped) - len(recast)} of its parameters. Give both "
-            "one recipe: torch_bf16.prepare(model, optimizer, recipe) does"
-        )
-    for shard in recast:
-        # Losses with weights of their own cast these to the dtype of their inputs.
-        remainders.forget(shard)
+    if recast:
+        remainders.forget(*recast)
+        names = ", ".join(repr(shard.name) for shard in recast[:3])
         _logger.warning(
-            "parameter %r was cast to bfloat16 and is float32 again: its module, or a hook, has "
-            "recast it. It is trained in float32; to keep it in float32 from the start, put its "
-            "name, or its module's, into keep_fp32",
-            shard.name,
+            "parameters that were cast to bfloat16 are float32 again, because a module, or a hook, "
+            "has recast them: %s%s. They are trained in float32; to keep them in float32 from the "
+            "start, put their names, or their modules', into keep_fp32",
+            *(names, ", ..." if len(recast) > 3 else ""),
         )
