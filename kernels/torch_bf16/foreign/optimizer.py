@@ -111,13 +111,15 @@ class ForeignOptimizer(BF16Optimizer):
         without a closure it would leave that part out, or say that it was given none.
         """
 
+        if closure is None:
+            return super().step()
+
         def evaluate() -> Any:
-            assert closure is not None
             self._engine.evaluated = (closure(),)
             return self._engine.evaluated[0]
 
         try:
-            return super().step(None if closure is None else evaluate)
+            return super().step(evaluate)
         finally:
             self._engine.evaluated = None
 
