@@ -8,7 +8,14 @@ import torch
 from optimizer_cases import RECIPES, make_optimizer, make_parameters, parameters_of, take_steps
 
 import torch_bf16
-from torch_bf16.formats import BF16_NEAREST, BF16_PLUS_16, BF16_PLUS_FP32, FP32, ROLES
+from torch_bf16.formats import (
+    BF16_NEAREST,
+    BF16_PLUS_16,
+    BF16_PLUS_FP32,
+    FORMATS,
+    FP32,
+    ROLES,
+)
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.states.recoding import (
     Changes,
@@ -82,6 +89,15 @@ def test_each_number_is_the_nearest_that_the_new_recipe_holds(saved, live, caplo
     if any(lost.values()):
         assert RECIPES[saved].name in said
         assert RECIPES[live].name in said
+
+
+@pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
+def test_new_planes_have_the_dtypes_and_shapes_of_their_format(format_):
+    x = torch.randn(3, 128).abs()
+    planes = recode(x, format_)
+    assert [each.dtype for each in planes] == [plane.dtype for plane in format_.planes]
+    assert [each.shape for each in planes] == [plane.shape(x.shape) for plane in format_.planes]
+    assert all(each.is_contiguous() and each.data_ptr() != x.data_ptr() for each in planes)
 
 
 @pytest.mark.parametrize("live", ["master", "mixed"])

@@ -107,12 +107,17 @@ def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
         new: the format to encode to.
 
     Returns:
-        Its planes; ``x`` itself may be one of them.
+        New planes.
     """
     if new is BF16_STOCHASTIC:
         new = BF16_NEAREST
+    planes = tuple(
+        torch.empty(plane.shape(x.shape), dtype=plane.dtype, device=x.device)
+        for plane in new.planes
+    )
     middle = torch.full_like(x, 0x8000, dtype=torch.int32) if new.stochastic else None
-    return new.split(x, middle)
+    new.encode(x, middle, planes)
+    return planes
 
 
 def recode_weight(x: Tensor, parameter: Tensor, new: Format) -> tuple[Tensor, ...]:
