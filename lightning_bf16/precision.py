@@ -216,10 +216,10 @@ class PrecisionMixin(_Base):
             each
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
+            and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
             and not is_placeholder(each)
             # An optimizer of complex parameters only, for example, has nothing to train in bf16.
             and any(p.is_floating_point() for p in parameters_of(each))
-            and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
         ]
         try:
             if module is not None and (
