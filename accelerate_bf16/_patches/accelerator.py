@@ -175,8 +175,10 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
     from accelerate_bf16 import models
     from accelerate_bf16.recipe_options import options_of
 
-    compute = options_of(accelerator).recipe(mode).compute
-    return models.autocast(accelerator, compute, autocast_handler)
+    # Read once: called for every batch, and parsing the environment takes half a millisecond.
+    if "_bf16_compute" not in vars(accelerator):
+        accelerator._bf16_compute = options_of(accelerator).recipe(mode).compute
+    return models.autocast(accelerator, accelerator._bf16_compute, autocast_handler)
 
 
 @_without_deepspeed
