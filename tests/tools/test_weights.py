@@ -226,6 +226,14 @@ def test_folders_that_are_none_say_what_they_hold(tmp_path):
         open_checkpoint(type(tmp_path)("/dev/null"))
 
 
+def test_tied_tensors_appear_once_under_their_first_name(tmp_path):
+    head, other = torch.ones(3, 2), torch.ones(3, 2)
+    torch.save({"embedding": head, "other": other, "head": head}, tmp_path / "tied.pt")
+    saved = open_checkpoint(tmp_path / "tied.pt")
+    assert list(saved.tensors) == ["embedding", "other", "head"]
+    assert list(saved.untied()) == ["embedding", "other"]
+
+
 def test_an_incomplete_dcp_folder_is_named(tmp_path):
     path = write("dcp", tmp_path)
     (part,) = path.glob("*.distcp")

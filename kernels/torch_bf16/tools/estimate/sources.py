@@ -171,12 +171,9 @@ def _of_factory(text: str) -> ModelShapes:
 def _of_checkpoint(path: Path) -> ModelShapes:
     saved = open_checkpoint(path)
     owners = {name.rpartition(".")[0] for name in saved.tensors if name.endswith(_STATISTICS)}
-    weights, buffers, seen = [], 0, set()
-    for name, each in saved.tensors.items():
+    weights, buffers = [], 0
+    for name, each in saved.untied().items():
         owner, _, last = name.rpartition(".")
-        if each.tied is not None and each.tied in seen:
-            continue
-        seen.add(each.tied)
         if each.dtype in _TRAINED and last not in _STATISTICS:
             weights.append(Weight(name, each.shape, stays_fp32=owner in owners))
         else:

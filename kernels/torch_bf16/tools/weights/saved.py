@@ -71,3 +71,10 @@ class Saved:
     step: int | None = None
     notes: list[str] = field(default_factory=list)
     ordered: bool = True
+
+    def untied(self) -> dict[str, SavedTensor]:
+        """The tensors, each under its first name only."""
+        first: dict[Any, str] = {}
+        for name, each in self.tensors.items():
+            first.setdefault(each.tied or name, name)
+        return {name: self.tensors[name] for name in first.values()}
