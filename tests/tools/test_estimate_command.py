@@ -194,6 +194,7 @@ BAD = {
     "no name": ("mine_to_estimate:other", "names nothing"),
     "no factory": ("mine_to_estimate:number", "is a int, and no module or factory"),
     "reads numbers": ("mine_to_estimate:reads", "failed on the meta device"),
+    "exits": ("sys:exit", "failed on the meta device"),
     "no module made": ("mine_to_estimate:nothing", "returned a NoneType"),
     "arguments": ("mine_to_estimate:needs", "It is called without arguments"),
     "empty config": ("", "is not JSON"),

@@ -153,8 +153,8 @@ def _of_factory(text: str) -> ModelShapes:
         try:
             with torch.device("meta"):
                 model = model()
-        # A user's code may raise anything.
-        except Exception as error:
+        # A user's code may raise anything, and a script's main function may end the process.
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{text}() failed on the meta device, which has shapes and no numbers: "
                 f"{type(error).__name__}: {error}. It is called without arguments, and must make "
