@@ -114,6 +114,7 @@ def test_a_module_that_is_not_waited_for_is_not_called_hooked(monkeypatch):
         ("NUMBA_CACHE_DIR", "/dev/null/cache", "slow: Numba finds no folder"),
         ("BF16_AUTOLOAD", "off", "BF16_AUTOLOAD=off turns it off -> import lightning_bf16"),
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "torch loads no extension"),
+        ("TORCH_BF16_DISABLE_PATCHES", "foo", "refused: TORCH_BF16_DISABLE_PATCHES='foo': foo is"),
         ("TRITON_INTERPRET", "1", "slow: TRITON_INTERPRET=1"),
     ],
 )
