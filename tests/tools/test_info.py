@@ -232,7 +232,11 @@ def test_no_host_is_imported_to_be_told_of():
     assert found[-1] == "[]"
 
 
-def test_a_target_that_cannot_be_written_is_refused_at_once(capsys, tmp_path):
+def test_a_target_that_cannot_be_written_is_refused_at_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["info", "--json", os.fspath(tmp_path / "new.json")])
+    assert "new.json' may not be written by you" in capsys.readouterr().err
     for bad in (tmp_path, tmp_path / "no" / "file.json"):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["info", "--json", os.fspath(bad)])
