@@ -272,7 +272,14 @@ def test_weights_that_do_not_fit_are_told(capsys, factories):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--ranks", "0"], ["--batch", "x"], ["--batch", "8:int63"], ["--json", "/no/x"]]
+    "arguments",
+    [
+        ["--ranks", "0"],
+        ["--batch", "x"],
+        ["--batch", "8:int63"],
+        ["--batch", "9" * 30],
+        ["--json", "/no/x"],
+    ],
 )
 def test_arguments_of_another_type_are_refused_at_once(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
