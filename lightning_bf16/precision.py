@@ -101,26 +101,11 @@ class PrecisionMixin(_Base):
         release_norm: str | None = None,
         release_accumulation_steps: int | None = None,
     ) -> None:
+        arguments = dict(locals())
         super().__init__("bf16-true")
-        arguments: dict[str, Any] = {
-            "weights": weights,
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-            "accumulate": accumulate,
-            "reduce": reduce,
-            "offload": offload,
-            "keep_fp32": keep_fp32,
-            "seed": seed,
-            "backend": backend,
-            "vectors": vectors,
-            "compute": compute,
-            "release_gradients": release_gradients,
-            "release_max_norm": release_max_norm,
-            "release_norm": release_norm,
-            "release_accumulation_steps": release_accumulation_steps,
-        }
         options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
-        options |= {name: value for name, value in arguments.items() if value is not None}
+        given = arguments.keys() - {"self", "recipe", "__class__"}
+        options |= {name: arguments[name] for name in given if arguments[name] is not None}
         self.release = torch_bf16.release_options(options)
         self.recipe = torch_bf16.get_recipe(recipe, **options)
         self.compute = self.recipe.compute
@@ -216,10 +201,10 @@ class PrecisionMixin(_Base):
             each
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
+            and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
             and not is_placeholder(each)
             # An optimizer of complex parameters only, for example, has nothing to train in bf16.
             and any(p.is_floating_point() for p in parameters_of(each))
-            and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
         ]
         try:
             if module is not None and (

@@ -51,19 +51,26 @@ def init(original: Any) -> Any:
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from accelerate.state import AcceleratorState
+
         bound = signature.bind(self, *args, **kwargs)
         handlers = list(bound.arguments.get("kwargs_handlers") or ())
         options = [each for each in handlers if type(each).__name__ == "BF16RecipeKwargs"]
-        if options:
-            bound.arguments["kwargs_handlers"] = [e for e in handlers if e not in options]
-        original(*bound.args, **bound.kwargs)
         if len(options) > 1:
             raise ValueError("one BF16RecipeKwargs can be passed in kwargs_handlers, not several")
         if options:
-            if canonical(self.state._mixed_precision) is None:
+            bound.arguments["kwargs_handlers"] = [e for e in handlers if e not in options]
+        first = not AcceleratorState._shared_state
+        original(*bound.args, **bound.kwargs)
+        if options:
+            found = self.state._mixed_precision
+            if canonical(found) is None:
+                if first:
+                    # Else the process would be bound to this mode, and refuse the corrected call.
+                    AcceleratorState._reset_state()
                 raise ValueError(
-                    f"BF16RecipeKwargs has no effect with mixed_precision="
-                    f"{self.state._mixed_precision!r}; use one of {', '.join(MODES)}"
+                    f"BF16RecipeKwargs has no effect with mixed_precision={found!r}; use one of "
+                    f"{', '.join(MODES)}"
                 )
             self._bf16_recipe_options = options[0]
 
@@ -175,8 +182,10 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
     from accelerate_bf16 import models
     from accelerate_bf16.recipe_options import options_of
 
-    compute = options_of(accelerator).recipe(mode).compute
-    return models.autocast(accelerator, compute, autocast_handler)
+    # Read once: called for every batch, and parsing the environment takes half a millisecond.
+    if "_bf16_compute" not in vars(accelerator):
+        accelerator._bf16_compute = options_of(accelerator).recipe(mode).compute
+    return models.autocast(accelerator, accelerator._bf16_compute, autocast_handler)
 
 
 @_without_deepspeed

@@ -86,4 +86,4 @@ def _under_deepspeed(plugin: Any, kind: type, config: Any) -> Any:
         )
     if isinstance(config, dict):
         torch_bf16.deepspeed_config(config)
-    return kind(plugin.recipe, compute=plugin.compute)
+    return kind(plugin.recipe)

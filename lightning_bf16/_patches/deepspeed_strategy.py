@@ -17,11 +17,12 @@ def make_engine(original: Any) -> Any:
     ) -> Any:
         # Fabric's strategy has ``precision``, the Trainer's ``precision_plugin``.
         plugin = getattr(strategy, "precision", None) or strategy.precision_plugin
-        if isinstance(plugin, DeepSpeedMixin) and optimizer is not None:
+        ours = isinstance(plugin, DeepSpeedMixin) and optimizer is not None
+        if ours:
             plugin.prepare_for_engine(strategy.config, model, optimizer, scheduler)
-            result = original(strategy, model, optimizer, scheduler, **named)
+        result = original(strategy, model, optimizer, scheduler, **named)
+        if ours:
             plugin.attach_engine(result[0])
-            return result
-        return original(strategy, model, optimizer, scheduler, **named)
+        return result
 
     return make_engine

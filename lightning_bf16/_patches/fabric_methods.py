@@ -68,8 +68,8 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
     converted = plugin.convert_optimizers(optimizers)
     for module in _wrapped:
         own = [e for e in optimizers if not parameters_of(e).isdisjoint(module.parameters())]
-        plugin.setup_gradients(module, own)
         if own:
+            plugin.setup_gradients(module, own)
             torch_bf16.follow(module, *own)
     plugin.announce(converted)
     return original(*optimizers)

@@ -82,17 +82,16 @@ class Fp32Outputs:
     """
 
     def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.module, self._context = module, context
+        self._module, self._context = module, context
         # Kept by method: a new wrapper at each step would recompile a compiled module.
         self._wrappers: dict[Any, Callable[..., Any]] = {}
 
     @contextmanager
-    def patch(self, *methods: str) -> Iterator[None]:
-        """A context in which these methods return fp32."""
+    def patch(self, name: str) -> Iterator[None]:
+        """A context in which the method of this name returns fp32."""
         with Patches() as patches:
-            for name in methods:
-                if method := getattr(self.module, name, None):
-                    patches.set(self.module, name, self._wrapper(method))
+            if method := getattr(self._module, name, None):
+                patches.set(self._module, name, self._wrapper(method))
             yield
 
     def _wrapper(self, method: Callable[..., Any]) -> Callable[..., Any]:

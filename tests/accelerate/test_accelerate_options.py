@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from thousandths import THOUSANDTHS, Summing, assert_summed
 from torch import nn
@@ -103,9 +102,23 @@ def test_the_backend_comes_from_the_handler_else_from_the_environment(
     assert chosen(BF16RecipeKwargs(backend="eager")) == "eager"
 
 
+@pytest.mark.parametrize(
+    ("mixed_precision", "handlers", "message"),
+    [("no", 1, "has no effect with mixed_precision='no'"), ("bf16-fp32-master", 2, "not several")],
+)
+def test_a_refused_accelerator_does_not_bind_the_process_to_its_mode(
+    make_accelerator, mixed_precision, handlers, message
+):
+    def make(mixed_precision, handlers):
+        options = [BF16RecipeKwargs() for _ in range(handlers)]
+        return make_accelerator(mixed_precision, kwargs_handlers=options)
+
+    with pytest.raises(ValueError, match=message):
+        make(mixed_precision, handlers)
+    assert make("bf16-stochastic", 1).mixed_precision == "bf16-stochastic"
+
+
 def test_options_that_cannot_be_meant_are_refused():
-    with pytest.raises(ValueError, match="has no effect with mixed_precision='no'"):
-        Accelerator(cpu=True, kwargs_handlers=[BF16RecipeKwargs()])
     with pytest.raises(ValueError, match="is for released gradients"):
         BF16RecipeKwargs(release_gradients=False, release_max_norm=1.0)
     with pytest.raises(ValueError, match="release_gradients='maybe' must be True, False or None"):

@@ -125,6 +125,20 @@ def test_autocast_context_is_the_modes(make_accelerator, mode, model, batches):
     assert torch.is_autocast_cache_enabled()
 
 
+def test_autocast_reads_the_options_once_and_not_for_every_batch(
+    make_accelerator, mode, monkeypatch
+):
+    accelerator, reads = make_accelerator(mode), []
+    read = torch_bf16.options_from_environment
+    monkeypatch.setattr(
+        torch_bf16, "options_from_environment", lambda: reads.append(None) or read()
+    )
+    for _ in range(3):
+        with accelerator.autocast():
+            pass
+    assert len(reads) == 1
+
+
 def test_autocast_that_the_user_turned_off_stays_off(make_accelerator, mode, model, batches):
     accelerator = make_accelerator(mode, kwargs_handlers=[AutocastKwargs(enabled=False)])
     prepared = accelerator.prepare(model)

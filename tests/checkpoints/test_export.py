@@ -1,5 +1,7 @@
 """The way out: exact fp32 weights and moments, as objects and as files."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -212,6 +214,34 @@ def test_a_checkpoint_is_not_written_over(tmp_path, capsys):
         assert cli.main(["export", str(path), str(output)]) == 2
         assert "give another name for the output" in capsys.readouterr().err
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(suffix, tmp_path, capsys, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    _, _, path = saved_run(tmp_path, "ours")
+    output = tmp_path / f"out.{suffix}"
+    output.write_text("before")
+
+    def fill(content, target):
+        target.write_text("half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    library, name = (torch, "save") if suffix == "pt" else (safetensors, "save_file")
+    monkeypatch.setattr(library, name, fill)
+    assert cli.main(["export", str(path), str(output)]) == 2
+    assert f"{output} was not written: [enforce fail" in capsys.readouterr().err
+    assert output.read_text() == "before"
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, output.name}
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path, capsys):
+    _, _, path = saved_run(tmp_path, "ours")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert cli.main(["export", str(path), str(pipe)]) == 2
+    assert "pipe is a device or a pipe, which the file would replace" in capsys.readouterr().err
+    assert pipe.is_fifo()
 
 
 def test_the_names_of_torchs_tutorial_are_read(tmp_path):

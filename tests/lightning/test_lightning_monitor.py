@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning_models import batches, make_module, make_trainer
+
+import torch_bf16
 
 
 def monitor_of(pl, **options):
@@ -50,6 +54,17 @@ def test_every_logged_step_has_the_metrics_of_each_layer(pl, mode, logged):
         assert metrics["bf16/skipped_steps"] == 0
         if mode == "bf16-fp32-master":
             assert all(metrics[f"bf16/survived/{layer}"] == 1 for layer in layers)
+
+
+def test_a_refused_monitor_leaves_none_on_other_optimizers(pl, mode):
+    models = [torch_bf16.cast_model(torch.nn.Linear(4, 4), mode) for _ in range(2)]
+    first, second = (torch_bf16.AdamW(each.parameters(), recipe=mode) for each in models)
+    torch_bf16.release_gradients(models[1], second)
+    monitor, trainer = monitor_of(pl), SimpleNamespace(optimizers=[first, second])
+    with pytest.raises(ValueError, match="gradients are released"):
+        monitor.on_train_start(trainer, None)
+    monitor.on_exception(trainer, None, None)
+    assert not first.observers
 
 
 def test_an_interval_of_its_own(pl, mode, logged):

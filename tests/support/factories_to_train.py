@@ -45,6 +45,7 @@ number = 3
 def nothing(): return None
 def four(): return 1, 2, 3, 4
 def raises(): raise RuntimeError("no data here")
+def exits(): raise SystemExit("usage")
 def no_model(): return "model", batches()
 def no_batches(): return Squared(), 7
 def no_optimizer(): return Squared(), batches(), 7

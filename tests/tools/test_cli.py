@@ -1,7 +1,9 @@
 """The command line: what it prints and what it refuses; test_bench_command.py has the rest."""
 
 import argparse
+import os
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -81,6 +83,29 @@ def test_bad_arguments_end_with_status_2_and_a_message(arguments, message, capsy
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("usage: python -m torch_bf16")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "said"),
+    [
+        (">&-", 0, ""),
+        ("2>&- | cat", 0, ""),
+        ("| true", 0, ""),
+        ("> /dev/full", 2, "python -m torch_bf16 estimate: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_output_that_goes_nowhere_ends_without_a_traceback(redirected, status, said):
+    # Buffered, as without PYTHONUNBUFFERED, so that some errors would show only at exit.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    command = f"{sys.executable} -m torch_bf16 estimate 1M --ranks 1 {redirected}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (status, said)
 
 
 def test_help_is_for_a_terminal(capsys):

@@ -96,6 +96,9 @@ def test_three_checkpoints_and_bad_rates_are_refused(pair, capsys):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["doctor", *pair, f"--lr={rate}"])
         assert "is not a positive number" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["doctor", *pair, "--most=-3"])
+    assert "is not a whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_swapped_checkpoints_are_refused(pair, capsys):

@@ -194,6 +194,7 @@ BAD = {
     "no name": ("mine_to_estimate:other", "names nothing"),
     "no factory": ("mine_to_estimate:number", "is a int, and no module or factory"),
     "reads numbers": ("mine_to_estimate:reads", "failed on the meta device"),
+    "exits": ("sys:exit", "failed on the meta device"),
     "no module made": ("mine_to_estimate:nothing", "returned a NoneType"),
     "arguments": ("mine_to_estimate:needs", "It is called without arguments"),
     "empty config": ("", "is not JSON"),
@@ -271,7 +272,14 @@ def test_weights_that_do_not_fit_are_told(capsys, factories):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--ranks", "0"], ["--batch", "x"], ["--batch", "8:int63"], ["--json", "/no/x"]]
+    "arguments",
+    [
+        ["--ranks", "0"],
+        ["--batch", "x"],
+        ["--batch", "8:int63"],
+        ["--batch", "9" * 30],
+        ["--json", "/no/x"],
+    ],
 )
 def test_arguments_of_another_type_are_refused_at_once(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -114,6 +114,7 @@ def test_a_module_that_is_not_waited_for_is_not_called_hooked(monkeypatch):
         ("NUMBA_CACHE_DIR", "/dev/null/cache", "slow: Numba finds no folder"),
         ("BF16_AUTOLOAD", "off", "BF16_AUTOLOAD=off turns it off -> import lightning_bf16"),
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "torch loads no extension"),
+        ("TORCH_BF16_DISABLE_PATCHES", "foo", "refused: TORCH_BF16_DISABLE_PATCHES='foo': foo is"),
         ("TRITON_INTERPRET", "1", "slow: TRITON_INTERPRET=1"),
     ],
 )
@@ -231,7 +232,11 @@ def test_no_host_is_imported_to_be_told_of():
     assert found[-1] == "[]"
 
 
-def test_a_target_that_cannot_be_written_is_refused_at_once(capsys, tmp_path):
+def test_a_target_that_cannot_be_written_is_refused_at_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["info", "--json", os.fspath(tmp_path / "new.json")])
+    assert "new.json' may not be written by you" in capsys.readouterr().err
     for bad in (tmp_path, tmp_path / "no" / "file.json"):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["info", "--json", os.fspath(bad)])

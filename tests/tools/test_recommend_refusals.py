@@ -10,6 +10,7 @@ from torch_bf16.tools import cli
 def here(tmp_path, write_module):
     write_module("mine_to_train", FACTORIES)
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")
     return tmp_path
 
 
@@ -51,6 +52,7 @@ FACTORY_SAID = {
     "nothing": "returned NoneType",
     "four": "returned 4 things",
     "raises": "failed: RuntimeError: no data here",
+    "exits": "failed: SystemExit: usage",
     "no_model": "returned a str as the model",
     "no_batches": "returned a int as the batches",
     "no_optimizer": "returned a int as the optimizer",
@@ -87,6 +89,7 @@ def test_a_factory_of_something_else_ends_with_status_2_and_the_reason(name, cap
         (["no/such/train.py"], "is not a file here. It must be a script, or module:factory"),
         (["."], "is a folder"),
         (["no_such_module:make"], "cannot be imported from"),
+        (["exits.py:make"], "exits.py raised SystemExit(3)"),
         (["train.py", "--lr", "1e-3"], "--lr is for factories"),
         (["mine_to_train:fast", "--lr", "1e-3"], "returned an optimizer, which has its own"),
         (["mine_to_train:fast", "--", "--lr", "1"], "arguments after -- are for scripts"),

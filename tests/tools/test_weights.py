@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16.errors import CheckpointError
+from torch_bf16.tools.doctor.assignment import assign_states
 from torch_bf16.tools.weights import open_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -157,8 +158,9 @@ def test_pickles_with_code_run_nothing(kind, tmp_path):
 CORRUPT = [
     *("empty.ckpt", "truncated.ckpt", "binary.pt", "text.pt", "archive.zip", "numbers.pt"),
     *("foreign.pt", "empty.safetensors", "short.safetensors", "huge.safetensors"),
-    *("text.safetensors", "size.safetensors", "none.safetensors", "model.index.json"),
-    *("other.index.json", "self.index.json", "other.json"),
+    *("text.safetensors", "size.safetensors", "float.safetensors", "negative.safetensors"),
+    *("none.safetensors", "model.index.json", "other.index.json", "self.index.json"),
+    *("deep.index.json", "other.json"),
 ]
 
 
@@ -169,6 +171,11 @@ def corrupt(path):
     whole = good.read_bytes()
     header = b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
     length = len(header).to_bytes(8, "little")
+
+    def sized(header):
+        return len(header).to_bytes(8, "little") + header + b"\0" * 16
+
+    negative, real = (header.replace(b"[4]", each) for each in (b"[-2,-2]", b"[4.0]"))
     index = {"weight_map": {"w": "gone.safetensors"}}
     return {
         "empty.ckpt": (b"", "is empty"),
@@ -183,10 +190,13 @@ def corrupt(path):
         "huge.safetensors": (b"\xff" * 8 + header, "its header would have"),
         "text.safetensors": (b"\x05\0\0\0\0\0\0\0hello", "its header is not valid"),
         "size.safetensors": (length + header.replace(b"[4]", b"[5]") + b"\0" * 16, "has 16 bytes"),
+        "float.safetensors": (sized(real), "has shape"),
+        "negative.safetensors": (sized(negative), "has shape"),
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
         "other.index.json": (b"[]", "is not an index of a checkpoint"),
         "self.index.json": (b'{"weight_map": {"w": "self.index.json"}}', "another index"),
+        "deep.index.json": (b"[" * 100_000, "is not an index of a checkpoint"),
         "other.json": (b"{}", "such a name ends in .index.json"),
     }
 
@@ -224,6 +234,35 @@ def test_folders_that_are_none_say_what_they_hold(tmp_path):
         open_checkpoint(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         open_checkpoint(type(tmp_path)("/dev/null"))
+
+
+def test_a_weight_may_have_the_name_under_which_others_keep_an_optimizer(tmp_path):
+    torch.save({"optimizer": torch.ones(3), "w": torch.ones(3)}, tmp_path / "w.pt")
+    assert list(open_checkpoint(tmp_path / "w.pt").tensors) == ["optimizer", "w"]
+
+
+@pytest.mark.parametrize("kind", ["lightning", "dcp"])
+def test_steps_may_be_counted_in_a_tensor_of_one_element(kind, tmp_path):
+    model, optimizer = trained()
+    for state in optimizer.state.values():
+        state["step"] = state["step"].reshape(1)
+    weights, states = model.state_dict(), optimizer.state_dict()
+    if kind == "dcp":
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path)
+    else:
+        torch.save({"state_dict": weights, "optimizer_states": [states]}, tmp_path / "run.ckpt")
+    saved = open_checkpoint(tmp_path if kind == "dcp" else tmp_path / "run.ckpt")
+    found, note = assign_states(saved)
+    assert note is None
+    assert [float(state["step"]) for state, _ in found.values()] == [1.0] * len(weights)
+
+
+def test_tied_tensors_appear_once_under_their_first_name(tmp_path):
+    head, other = torch.ones(3, 2), torch.ones(3, 2)
+    torch.save({"embedding": head, "other": other, "head": head}, tmp_path / "tied.pt")
+    saved = open_checkpoint(tmp_path / "tied.pt")
+    assert list(saved.tensors) == ["embedding", "other", "head"]
+    assert list(saved.untied()) == ["embedding", "other"]
 
 
 def test_an_incomplete_dcp_folder_is_named(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.engine.wrappers import optimizer_for
-from torch_bf16.errors import CheckpointError
+from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local, saved_names, unit_shapes
 from torch_bf16.states.recoding import stored_format
@@ -294,12 +294,22 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _write(weights: dict[str, Tensor], target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
-    if target.suffix == ".safetensors":
-        # A copy for each name: the format has no tensors that share memory.
-        _safetensors().save_file({k: v.clone() for k, v in weights.items()}, partial)
-    else:
-        torch.save(weights, partial)
-    os.replace(partial, target)
+    torch_files = _safetensors() if target.suffix == ".safetensors" else None
+    try:
+        if torch_files is None:
+            torch.save(weights, partial)
+        else:
+            # A copy for each name: the format has no tensors that share memory.
+            torch_files.save_file({k: v.clone() for k, v in weights.items()}, partial)
+        os.replace(partial, target)
+    # Both libraries have errors of their own for a full disk or a closed folder.
+    except Exception as error:
+        raise CheckpointError(
+            f"{target} was not written: {first_line(error)}. Free space on its disk, or give the "
+            "name of a file in another folder"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _safetensors() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -66,10 +67,15 @@ def device_argument(text: str) -> torch.device:
 def file_to_write(text: str) -> Path:
     """The type of an argument that names a file to write: checked now, not after minutes."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
-    return path
+    if path.is_dir():
+        why = "is a folder"
+    elif not path.parent.is_dir():
+        why = "is in a folder that does not exist"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "may not be written by you"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
 
 
 def count(text: str) -> int:

@@ -50,6 +50,11 @@ def export(options: argparse.Namespace) -> int:
             overwrite the checkpoint; nothing was written.
     """
     source, arguments = options.checkpoint, (options.output, options.dtype, options.optimizer)
+    if options.output.exists() and not options.output.is_file():
+        raise ValueError(
+            f"{options.output} is a device or a pipe, which the file would replace: give the name "
+            "of a file to write"
+        )
     for each in (source, options.optimizer):
         if each is not None and options.output.exists() and options.output.samefile(each):
             raise ValueError(

@@ -86,8 +86,7 @@ def import_name(text: str) -> Any:
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
-        is_file = module.endswith(".py")
-        found: Any = _import_file(Path(module)) if is_file else _import_module(module)
+        found: Any = _import(module)
         for name in names.split("."):
             found = getattr(found, name)
     except ImportError as error:
@@ -140,8 +139,8 @@ def training_of(text: str) -> Training:
         raise ValueError(f"{text!r} is a {type(factory).__name__}, and must be {CONTRACT}")
     try:
         returned: Any = factory()
-    # A user's code may raise anything.
-    except Exception as error:
+    # A user's code may raise anything, and a script's main function may end the process.
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{text}() failed: {type(error).__name__}: {error}. It must be {CONTRACT}"
         ) from error
@@ -193,14 +192,16 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss.float().reshape(())
 
 
-def _import_module(module: str) -> Any:
+def _import(module: str) -> Any:
     try:
+        if module.endswith(".py"):
+            return _import_file(Path(module))
         return importlib.import_module(module)
     except ImportError:
         raise
-    # A user's code may raise anything.
-    except Exception as error:
-        raise ImportError(f"{module} raised {type(error).__name__}: {error}") from error
+    # A user's code may raise anything, and a script without a main guard may end the process.
+    except (Exception, SystemExit) as error:
+        raise ImportError(f"{module} raised {error!r}") from error
 
 
 def _import_file(path: Path) -> Any:
@@ -211,10 +212,5 @@ def _import_file(path: Path) -> Any:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except ImportError:
-        raise
-    except Exception as error:
-        raise ImportError(f"{path} raised {type(error).__name__}: {error}") from error
+    spec.loader.exec_module(module)
     return module

@@ -91,7 +91,8 @@ class UpdateMonitor:
         gradient_norm: norm of all gradients at that step, in fp32, as they were in memory.
 
     Raises:
-        ValueError: ``optimizer`` is not one of ours, or a number is not positive.
+        ValueError: ``optimizer`` is not one of ours, its gradients are released, or a number is
+            not positive.
 
     Example:
         >>> monitor = UpdateMonitor(optimizer, every=1)

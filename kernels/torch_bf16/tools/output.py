@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import shlex
 import sys
@@ -68,18 +69,28 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         run: does its work. Errors that its input or the machine can cause are printed for the user;
             all others are bugs and keep their traceback.
     """
+    for name in ("stdout", "stderr"):
+        # As with `>&-`. Without a stream, print() would send messages to standard output.
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.StringIO())
     try:
-        return run()
+        status = run()
+        # Here, where an error can still be told, and not at exit.
+        sys.stdout.flush()
     except KeyboardInterrupt:
         say(f"python -m torch_bf16 {command}: interrupted")
-        return INTERRUPTED
+        status = INTERRUPTED
     except BrokenPipeError:
-        # As with `| head`: what is still buffered has nowhere to go.
-        sys.stdout = None
-        return 0
+        status = 0  # as with `| head`
     except _USER_ERRORS as error:
         say(f"python -m torch_bf16 {command}: {error}")
-        return _FAILED
+        status = _FAILED
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What is still buffered has nowhere to go, and Python would try again at exit.
+        sys.stdout = None
+    return status
 
 
 def say(line: str) -> None:

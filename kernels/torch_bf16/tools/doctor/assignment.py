@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,9 +33,10 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
     if numbered and not named:
         order = _order(saved)
         names_by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name in order or saved.tensors:
-            each = saved.tensors.get(name)
-            if each is not None and each.dtype.is_floating_point and name not in _tied_names(saved):
+        untied = saved.untied()
+        for name in order or untied:
+            each = untied.get(name)
+            if each is not None and each.dtype.is_floating_point:
                 names_by_shape[each.shape].append(name)
         states_by_shape: dict[tuple[int, ...], list[tuple[int, State]]] = defaultdict(list)
         for group, shape, state in numbered:
@@ -94,16 +94,6 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     return None
 
 
-def _tied_names(saved: Saved) -> set[str]:
-    """Names of tensors that already appear under an earlier name."""
-    seen, found = set(), set()
-    for name, each in saved.tensors.items():
-        if each.tied is not None and each.tied in seen:
-            found.add(name)
-        seen.add(each.tied)
-    return found
-
-
 def _order(saved: Saved) -> Sequence[str] | None:
     """Names in the order of the module's parameters; None if that order is unknown."""
     if saved.ordered:
@@ -115,6 +105,6 @@ def _order(saved: Saved) -> Sequence[str] | None:
 
     try:
         names = [each.name for each in model_shapes(str(config)).weights]
-    except (ValueError, ImportError, OSError, json.JSONDecodeError):
+    except (ValueError, ImportError, OSError):
         return None
     return names if set(names) <= saved.tensors.keys() else None

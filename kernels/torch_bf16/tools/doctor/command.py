@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torch_bf16.tools.arguments import add_json_argument, positive_number
+from torch_bf16.tools.arguments import add_json_argument, count, positive_number
 from torch_bf16.tools.output import progress_line, write_json
 from torch_bf16.tools.weights import open_checkpoint
 
@@ -34,7 +34,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr", type=positive_number, help="a learning rate in place of the checkpoint's"
     )
     parser.add_argument(
-        "--most", type=int, default=_MOST, metavar="N", help=f"weights to list (default: {_MOST})"
+        "--most", type=count, default=_MOST, metavar="N", help=f"weights to list (default: {_MOST})"
     )
     add_json_argument(parser)
 
@@ -63,5 +63,5 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         write_json(content, options.json)
     if options.json != "-":
-        show(content, max(1, options.most))
+        show(content, options.most)
     return 0 if verdict.healthy else 1

@@ -177,16 +177,11 @@ def _pairs(
     """
     weights = {
         name: each
-        for name, each in after.tensors.items()
+        for name, each in after.untied().items()
         if each.dtype in _FLOATS
         and each.numel
         and not name.endswith(("running_mean", "running_var"))
     }
-    seen: set[Any] = set()
-    for name, each in list(weights.items()):
-        if each.tied is not None and each.tied in seen:
-            del weights[name]
-        seen.add(each.tied)
     if not weights:
         raise CheckpointError(f"{after.path} holds no floating-point weights")
     if before is None:

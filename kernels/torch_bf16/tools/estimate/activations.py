@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = ["Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
+_MOST = 10**15
 # torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
@@ -52,6 +54,8 @@ def batch_argument(text: str) -> Batch:
         shape = tuple(map(int, match[1].split("x")))
         if 0 in shape:
             raise argparse.ArgumentTypeError(f"{part!r} has no elements")
+        if prod(shape) > _MOST:
+            raise argparse.ArgumentTypeError(f"{part!r} has more than {_MOST:,} elements")
         found.append((shape, dtype))
     return Batch(tuple(found))
 

@@ -153,8 +153,8 @@ def _of_factory(text: str) -> ModelShapes:
         try:
             with torch.device("meta"):
                 model = model()
-        # A user's code may raise anything.
-        except Exception as error:
+        # A user's code may raise anything, and a script's main function may end the process.
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{text}() failed on the meta device, which has shapes and no numbers: "
                 f"{type(error).__name__}: {error}. It is called without arguments, and must make "
@@ -171,12 +171,9 @@ def _of_factory(text: str) -> ModelShapes:
 def _of_checkpoint(path: Path) -> ModelShapes:
     saved = open_checkpoint(path)
     owners = {name.rpartition(".")[0] for name in saved.tensors if name.endswith(_STATISTICS)}
-    weights, buffers, seen = [], 0, set()
-    for name, each in saved.tensors.items():
+    weights, buffers = [], 0
+    for name, each in saved.untied().items():
         owner, _, last = name.rpartition(".")
-        if each.tied is not None and each.tied in seen:
-            continue
-        seen.add(each.tied)
         if each.dtype in _TRAINED and last not in _STATISTICS:
             weights.append(Weight(name, each.shape, stays_fp32=owner in owners))
         else:

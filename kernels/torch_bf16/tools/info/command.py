@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -56,6 +57,9 @@ def record() -> dict[str, Any]:
     works, why = hook()
     kept = verdicts()
     place = folder()
+    disabled = []
+    with suppress(ValueError):  # the obstacles report it
+        disabled = disabled_patches()
     return {
         "schema": 1,
         "kind": "info",
@@ -69,7 +73,7 @@ def record() -> dict[str, Any]:
                 "target": patch.target,
                 "applied_by": patch.applied_by,
                 "reason": patch.reason,
-                "enabled": name not in disabled_patches(),
+                "enabled": name not in disabled,
             }
             for name, patch in PATCHES.items()
         ],

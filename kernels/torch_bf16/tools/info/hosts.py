@@ -61,7 +61,7 @@ def host_rows() -> list[dict[str, Any]]:
     waiting = {name for each in sys.meta_path for name in getattr(each, "names", ())}
     rows = []
     for name, prefixes in HOOKED.items():
-        targets = [t for t in getattr(autoload, "TARGETS", ()) if t.startswith(prefixes or ("?",))]
+        targets = [t for t in getattr(autoload, "TARGETS", ()) if t.startswith(prefixes)]
         rows.append(
             {
                 "name": name,

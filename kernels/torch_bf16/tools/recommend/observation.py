@@ -28,6 +28,7 @@ from .updates import ParameterSums
 __all__ = ["Enough", "Observation", "Observer", "Refused"]
 
 _SAMPLE = 4096
+_Sample = tuple[Tensor, Tensor, Tensor]
 
 
 class Enough(BaseException):
@@ -95,8 +96,7 @@ class Observer:
         self.found = Observation()
         self._steps, self._progress = steps, progress
         self._depth = 0
-        self._before: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        self._pending: dict[int, tuple[Tensor, float, tuple[int, int]]] = {}
+        self._before: list[tuple[Tensor, float, tuple[int, int], _Sample]] = []
         self._watching: dict[int, _Watcher] = {}
 
     def __enter__(self) -> Observer:
@@ -133,13 +133,12 @@ class Observer:
         if isinstance(optimizer, BF16Optimizer):
             self._watching[number].looking = True
             return
-        self._pending.clear()
+        self._before.clear()  # a step that raised had no end
         for at, group in enumerate(optimizer.param_groups):
             rate = _rate(group)
             for parameter in group["params"]:
                 if parameter.grad is not None and rate != 0 and local(parameter).numel():
-                    self._pending[id(parameter)] = (parameter, rate, (number, at))
-        self._before = {key: _sample(each) for key, (each, _, _) in self._pending.items()}
+                    self._before.append((parameter, rate, (number, at), _sample(parameter)))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -206,8 +205,7 @@ class Observer:
 
     def _compare(self) -> None:
         finite = True
-        for key, (weight, gradient, where, _) in self._before.items():
-            parameter, rate, at = self._pending[key]
+        for parameter, rate, at, (weight, gradient, where) in self._before:
             if not bool(gradient.isfinite().all()):
                 finite = False
                 continue
@@ -262,13 +260,13 @@ class _Watcher:
         """Called by the optimizer."""
 
 
-def _sample(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some elements of a parameter and of its gradient, on the CPU; their places; the memory."""
+def _sample(parameter: Tensor) -> _Sample:
+    """Some elements of a parameter and of its gradient, on the CPU, and their places."""
     memory, gradient = local(parameter).detach(), local(parameter.grad)  # pyright: ignore
     where = places(memory.numel(), _SAMPLE, memory.device)
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     elements = memory.reshape(-1)[where].cpu().double()
-    return elements, gradient.detach().reshape(-1)[where].float().cpu(), where, memory
+    return elements, gradient.detach().reshape(-1)[where].float().cpu(), where
 
 
 def _rate(group: dict[str, Any]) -> float:

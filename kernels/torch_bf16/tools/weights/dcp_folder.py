@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
-from .saved import OptimizerStates, Saved, SavedTensor
+from .saved import OptimizerStates, Saved, SavedTensor, is_number
 from .torch_file import STATES, WEIGHTS
 
 __all__ = ["read_dcp"]
@@ -88,7 +88,8 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
             tensor = _tensor(path, key, entry, places[key])
             if inner is not None and len(inner) > 1:
                 name = ".".join(map(str, inner[:-1])) if len(inner) > 2 else inner[0]
-                states[name][inner[-1]] = tensor if tensor.shape else tensor.read(0, 1)
+                counts = is_number(inner[-1], tensor.shape)
+                states[name][inner[-1]] = tensor.read(0, 1) if counts else tensor
             elif not where[0].startswith(STATES):
                 bare = where[0] in WEIGHTS and len(where) > 1
                 tensors[".".join(map(str, where[1:])) if bare else key] = tensor

@@ -111,7 +111,7 @@ def _read_index(path: Path) -> Saved:
     try:
         placed = json.loads(path.read_text())["weight_map"]
         files = sorted({path.parent / name for name in placed.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not an index of a checkpoint, which names a file for each tensor under "
             f"'weight_map': {type(error).__name__}: {error}"
@@ -152,7 +152,7 @@ def _with_tensors(found: Saved) -> Saved:
 def _trainer_step(path: Path) -> int | None:
     try:
         return int(json.loads((path / "trainer_state.json").read_text())["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -52,11 +52,13 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             dtype = _DTYPES.get(each["dtype"])
             begin, end = each["data_offsets"]
             shape = tuple(each["shape"])
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+                raise ValueError(f"{name} has shape {shape} and bytes {begin} to {end}")
             if dtype is None:
                 unknown.append(f"{name} is {each['dtype']}, a dtype that is unknown here: left out")
                 continue
             start = _LENGTH + length + begin
-            if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+            if end - begin != prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
             if start + end - begin > size:
                 raise damaged_safetensors(path, f"{name} would end at byte {start + end - begin:,}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OptimizerStates", "Saved", "SavedTensor"]
+__all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_number"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,15 @@ class Saved:
     step: int | None = None
     notes: list[str] = field(default_factory=list)
     ordered: bool = True
+
+    def untied(self) -> dict[str, SavedTensor]:
+        """The tensors, each under its first name only."""
+        first: dict[Any, str] = {}
+        for name, each in self.tensors.items():
+            first.setdefault(each.tied or name, name)
+        return {name: self.tensors[name] for name in first.values()}
+
+
+def is_number(name: Any, shape: Sequence[int]) -> bool:
+    """Whether a tensor in an optimizer's state is a number; some count steps in shape (1,)."""
+    return not shape or (name == "step" and prod(shape) == 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.states.schema import HEADER
 
-from .saved import OptimizerStates, Saved, SavedTensor
+from .saved import OptimizerStates, Saved, SavedTensor, is_number
 
 __all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file"]
 
@@ -47,7 +47,10 @@ def read_torch_file(path: Path) -> Saved:
             f"{path} has no weights: it holds {held or 'nothing'}. They are looked for under "
             f"{', '.join(WEIGHTS)}, or as the whole file"
         )
-    states = next((content[k] for k in STATES if content.get(k)), None)
+    held = (content.get(key) for key in STATES)
+    states = next(
+        (each for each in held if isinstance(each, (Mapping, list, tuple)) and each), None
+    )
     step = next((content[k] for k in _STEPS if isinstance(content.get(k), int)), None)
     optimizer, left_out = _optimizers(states)
     return Saved(path, tensors, optimizer, step, notes + left_out)
@@ -167,7 +170,11 @@ def _optimizer(states: Any) -> OptimizerStates | None:
         return None
     found = {
         key: {
-            name: (_saved_tensor(value) if isinstance(value, Tensor) and value.ndim else value)
+            name: (
+                _saved_tensor(value)
+                if isinstance(value, Tensor) and not is_number(name, value.shape)
+                else value
+            )
             for name, value in each.items()
         }
         for key, each in states["state"].items()
