@@ -104,8 +104,9 @@ class PrecisionMixin(_Base):
         arguments = dict(locals())
         super().__init__("bf16-true")
         options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
-        given = arguments.keys() - {"self", "recipe", "__class__"}
-        options |= {name: arguments[name] for name in given if arguments[name] is not None}
+        for name in ("self", "recipe", "__class__"):
+            arguments.pop(name, None)
+        options |= {name: value for name, value in arguments.items() if value is not None}
         self.release = torch_bf16.release_options(options)
         self.recipe = torch_bf16.get_recipe(recipe, **options)
         self.compute = self.recipe.compute

@@ -237,11 +237,11 @@ _NAMES = {"model_state_dict": "model", "optimizer_state_dict": "optimizer"}
 def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
     """The state dicts of the model and of its optimizers in a file."""
     if source.suffix == ".safetensors":
-        torch_files = _safetensors()
+        safetensors = _safetensors()
         from safetensors import SafetensorError
 
         try:
-            return torch_files.load_file(source), None
+            return safetensors.load_file(source), None
         except SafetensorError as error:
             raise damaged_safetensors(source, error) from None
     content = {_NAMES.get(key, key): each for key, each in read_file(source, mmap=True).items()}
@@ -294,13 +294,13 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _write(weights: dict[str, Tensor], target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
-    torch_files = _safetensors() if target.suffix == ".safetensors" else None
+    safetensors = _safetensors() if target.suffix == ".safetensors" else None
     try:
-        if torch_files is None:
+        if safetensors is None:
             torch.save(weights, partial)
         else:
             # A copy for each name: the format has no tensors that share memory.
-            torch_files.save_file({k: v.clone() for k, v in weights.items()}, partial)
+            safetensors.save_file({k: v.clone() for k, v in weights.items()}, partial)
         os.replace(partial, target)
     # Both libraries have errors of their own for a full disk or a closed folder.
     except Exception as error:
