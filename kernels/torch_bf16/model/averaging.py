@@ -98,9 +98,11 @@ def _check_decay(decay: float, seed: int) -> None:
 
 
 def _refuse(tensors: Iterable[Tensor]) -> None:
-    tensors = list(tensors)
+    sharded = False
     for each in tensors:
-        if not shard_of(each).sharded and (local(each) is not each or missing_memory(each)):
+        if shard_of(each).sharded:
+            sharded = True
+        elif local(each) is not each or missing_memory(each):
             kind = type(each)
             raise NotImplementedError(
                 f"an average of a {kind.__module__}.{kind.__qualname__}, which wraps the memory of "
@@ -108,7 +110,7 @@ def _refuse(tensors: Iterable[Tensor]) -> None:
                 "it with a plain copy that load_state_dict() gave these weights. Nothing was "
                 "averaged"
             )
-    if any(shard_of(each).sharded for each in tensors):
+    if sharded:
         raise NotImplementedError(
             "an average of sharded parameters cannot be kept: each rank has a part of them. Make "
             "an EMA of a whole copy before sharding, and call update_parameters() with another "
