@@ -20,7 +20,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.batch import Batch, Job, alike
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
-from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
+from torch_bf16.sharding import Span, any_flattened, local, missing_memory, shard_of
 
 from .blended_weights import exempt
 
@@ -200,7 +200,7 @@ class EMA(AveragedModel):
         _check_decay(decay, seed)
         if format not in (None, *_DTYPES):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
-        if any(map(unit_shapes, model.parameters())):
+        if any_flattened(model.parameters()):
             raise NotImplementedError(
                 f"EMA was given a {type(model).__name__} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
