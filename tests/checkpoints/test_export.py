@@ -328,3 +328,17 @@ def test_an_optimizers_file_without_one_is_refused(tmp_path):
     with pytest.raises(torch_bf16.CheckpointError, match=r"no state dict of an opt.*holds epoch"):
         export_file(path, tmp_path / "w.pt", optimizer=tmp_path / "other.pt")
     assert not (tmp_path / "w.pt").exists()
+
+
+def test_a_target_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    *_, path = saved_run(tmp_path, "ours")
+
+    def fails_midway(weights, file):
+        file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", fails_midway)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        export_file(path, tmp_path / "w.pt")
+    assert sorted(tmp_path.iterdir()) == before

@@ -294,12 +294,16 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _write(weights: dict[str, Tensor], target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
-    if target.suffix == ".safetensors":
-        # A copy for each name: the format has no tensors that share memory.
-        _safetensors().save_file({k: v.clone() for k, v in weights.items()}, partial)
-    else:
-        torch.save(weights, partial)
-    os.replace(partial, target)
+    try:
+        if target.suffix == ".safetensors":
+            # A copy for each name: the format has no tensors that share memory.
+            _safetensors().save_file({k: v.clone() for k, v in weights.items()}, partial)
+        else:
+            torch.save(weights, partial)
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _safetensors() -> Any:
