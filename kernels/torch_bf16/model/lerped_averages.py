@@ -20,7 +20,7 @@ from torch_bf16.torch_patches import is_enabled
 
 from .cast_modules import bf16_weights, trained_weights
 
-__all__ = ["forget_warning", "is_named", "restore", "watch_lerps"]
+__all__ = ["forget_warning", "has_address", "is_named", "restore", "watch_lerps"]
 
 _torch: Any = torch  # whose private names a type checker does not know
 
@@ -97,8 +97,7 @@ def _lerp_(self: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _warn_of_one(average: Tensor, value: Tensor) -> None:
     """Warn of the first of the averages that are moved one by one, and note the others."""
-    # Only plain memory has an address, and functions of torch.func have none to give.
-    if not _has_address(average) or not _has_address(value):
+    if not has_address(average) or not has_address(value):
         return
     address, source = average.data_ptr(), value.data_ptr()
     if address in _followed:
@@ -125,7 +124,8 @@ def _forget_lookups() -> None:
         each.clear()
 
 
-def _has_address(tensor: Tensor) -> bool:
+def has_address(tensor: Tensor) -> bool:
+    """Whether it is plain memory: sparse tensors and those of torch.func have no address."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return plain and not _torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
