@@ -217,7 +217,8 @@ def forget_empty(parameters: Iterable[Tensor]) -> None:
 
     FSDP1 gives them no gradient, so no step would free them.
     """
-    forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
+    if _by_owner:
+        forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
 
 
 def sync_masters(
