@@ -246,6 +246,25 @@ def test_a_grad_scaler_changes_no_bit_and_skips_on_the_device(interpreted):
     interpreted(with_a_grad_scaler)
 
 
+def groups_take_turns(backend):
+    parameters = [torch.nn.Parameter(torch.ones(3, 4).bfloat16()) for _ in range(2)]
+    groups = [{"params": [each]} for each in parameters]
+    optimizer = make_optimizer("adamw", "stochastic", backend, groups)
+    for seed, turn in enumerate((parameters, parameters[:1], parameters[1:], parameters[:1])):
+        optimizer.zero_grad()
+        set_gradients(turn, seed)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def taking_turns_equals_eager():
+    assert_same(groups_take_turns("triton"), groups_take_turns("eager"))
+
+
+def test_groups_with_the_same_options_can_take_turns(interpreted):
+    interpreted(taking_turns_equals_eager)
+
+
 def a_bad_option_raises():
     optimizer = make_optimizer("adamw", "stochastic", "triton", make_parameters().items())
     take_steps(optimizer, [0])

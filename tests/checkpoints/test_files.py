@@ -179,6 +179,16 @@ def test_an_optimizer_that_does_not_fit_leaves_the_model_alone(run, tmp_path):
         assert not its.state
 
 
+def test_what_cannot_load_anything_is_refused_before_the_model_is_loaded(run, tmp_path):
+    model, optimizer = run
+    save_checkpoint(tmp_path / "run.pt", model=model, epoch=3)
+    faults.train_step(model, optimizer, 2)
+    before = faults.digest(model, optimizer)
+    with pytest.raises(ValueError, match=r"and epoch is of type int, without one.*\['epoch'\]"):
+        load_checkpoint(tmp_path / "run.pt", model=model, epoch=0)
+    assert faults.digest(model, optimizer) == before
+
+
 class Around:
     """A host's wrapper, which hands the state dict on."""
 

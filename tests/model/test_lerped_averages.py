@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_bf16 import cast_model
+from torch_bf16.model import lerped_averages
 
 DECAY = 0.999
 
@@ -118,3 +119,17 @@ def test_a_compiled_lerp_computes_the_same():
     mine = torch.zeros(2)
     lerp(mine, torch.ones(2))
     assert mine.tolist() == [0.75, 0.75]
+
+
+def test_moments_of_an_optimizer_are_looked_up_a_limited_number_of_times(monkeypatch):
+    cast_model(network())
+    other = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(other.parameters(), foreach=True)
+    found, lookups = lerped_averages.trained_weights, []
+    monkeypatch.setattr(lerped_averages, "trained_weights", lambda: lookups.append(0) or found())
+    monkeypatch.setattr(lerped_averages, "_LOOKUPS", 3)
+    lerped_averages.watch_lerps()
+    for _ in range(5):
+        other(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    assert len(lookups) == 3

@@ -42,6 +42,11 @@ def test_patterns_and_classes_choose_and_the_first_fitting_one_counts():
     assert rates["pos"] == "unset"
 
 
+def test_keys_may_come_from_an_iterator():
+    groups = param_groups(Tied(), weight_decay=0.1, no_decay=iter(["pos"]))
+    assert names_by(groups, "weight_decay")["pos"] == 0.0
+
+
 @pytest.mark.parametrize("keyword", ["no_decay", "groups"])
 def test_a_key_that_fits_nothing_is_refused_with_the_names_there_are(keyword):
     key = {"no_decay": ("nowhere.*",), "groups": {nn.Conv2d: {"lr": 1.0}}}[keyword]

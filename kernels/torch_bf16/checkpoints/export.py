@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding import local, saved_names, unit_shapes
+from torch_bf16.sharding import any_flattened, local, saved_names
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
@@ -53,7 +53,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         <All keys matched successfully>
     """
     ours = [optimizer_for("fp32_state_dict", each) for each in optimizers]
-    if any(map(unit_shapes, model.parameters())):
+    if any_flattened(model.parameters()):
         raise NotImplementedError(
             "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
             "flattened: its weights are in pieces on all ranks. Gather {'model': "

@@ -101,12 +101,20 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
         The parts of the file that were not requested, on the CPU.
 
     Raises:
+        ValueError: a part has no ``load_state_dict`` method.
         FileNotFoundError: there is no file.
         CheckpointError: it is truncated, damaged or not what ``torch.save`` writes, lacks a part,
             or is of another model.
         StateMismatchError: it does not fit an optimizer.
     """
     path = Path(path)
+    for name, part in parts.items():
+        if not hasattr(part, "load_state_dict"):
+            raise ValueError(
+                f"load_checkpoint loads into objects with a load_state_dict method, and {name} is "
+                f"of type {type(part).__name__}, without one. Leave it out: what was saved is "
+                f"load_checkpoint(...)[{name!r}]. Nothing was changed"
+            )
     states = read_file(path)
     if missing := parts.keys() - states.keys():
         held = ", ".join(map(str, [*states][:8]))

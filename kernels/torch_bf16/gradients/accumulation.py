@@ -24,12 +24,12 @@ from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.sharding import (
     Unit,
+    any_flattened,
     before_backward_of,
     is_dtensor,
     local,
     missing_memory,
     shard_of,
-    unit_shapes,
     units,
 )
 
@@ -134,7 +134,7 @@ class GradientAccumulation:
 
     def __init__(self, optimizer: Any, format: str, model: nn.Module | None = None) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if format != "bf16_nearest" and any(map(unit_shapes, parameters)):
+        if format != "bf16_nearest" and any_flattened(parameters):
             raise NotImplementedError(
                 f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "
                 "beside bf16 parameters, and shows a parameter only the sum. Shard with "

@@ -17,7 +17,7 @@ from torch import nn
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.rules import STORE
-from torch_bf16.sharding import unit_shapes
+from torch_bf16.sharding import any_flattened
 
 from .backward import released
 from .release_options import check_release
@@ -130,7 +130,7 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
             "another optimizer has released those of the same parameters. Call remove() on what "
             "release_gradients returned for it, or with Accelerate accelerator.free_memory(), first"
         )
-    elif any(map(unit_shapes, parameters)):
+    elif any_flattened(parameters):
         why = (
             "FSDP1 reduces them together, into the gradient of a flat parameter. Shard the model "
             "with fully_shard, whose gradients can be released, or step after the backward pass"

@@ -8,6 +8,7 @@ keyed by parameter and element, the bits do not depend on how parameters are put
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,10 @@ class _Owner:
             return 0, None, 0
         return optimizer.recipe.seed, optimizer.backend, len(optimizer.param_groups)
 
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether the optimizer steps this parameter."""
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters that the optimizer steps."""
         groups = () if self.optimizer is None else self.optimizer.param_groups
-        return any(parameter is each for group in groups for each in group["params"])
+        return (each for group in groups for each in group["params"])
 
     def draw(self, parameter: Tensor) -> tuple[int, int]:
         """The step that a gradient is for, and its number among the reductions for that step."""
@@ -178,10 +179,9 @@ class BucketReduction:
         return rounded
 
     def _share(self, setting: tuple[Any, ...], parameters: list[Tensor], rounded: Tensor) -> _Share:
-        owners = [
-            next((each for each in self._owners if each.owns(p)), self._owners[0])
-            for p in parameters
-        ]
+        # The first owner counts.
+        owner_of = {p: each for each in reversed(self._owners) for p in each.parameters()}
+        owners = [owner_of.get(p, self._owners[0]) for p in parameters]
         first = rounded.numel() * dist.get_rank(self._group)
         spans: list[tuple[int, Span]] = []
         end = 0

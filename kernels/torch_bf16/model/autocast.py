@@ -171,7 +171,7 @@ def _kernel(
 ) -> Any:
     below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     device = key.removeprefix("Autocast").lower()
-    run = operator
+    run, convert_to_fp32 = operator, _IN_FP32.get(convert, convert)
     if convert is _cast_all:
         # In inference mode a mode gets the whole operation and decomposes it in Python, which
         # chooses oneDNN's kernel for bf16, too.
@@ -181,7 +181,7 @@ def _kernel(
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def call(*args: Any, **kwargs: Any) -> Any:
         fp32 = computes_in_fp32(device)
-        converted = (_IN_FP32 if fp32 else {}).get(convert, convert)([*args, *kwargs.values()])
+        converted = (convert_to_fp32 if fp32 else convert)([*args, *kwargs.values()])
         kwargs = dict(zip(kwargs, converted[len(args) :], strict=True))
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):
             result = run(*converted[: len(args)], **kwargs)

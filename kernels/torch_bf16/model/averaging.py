@@ -20,7 +20,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.batch import Batch, Job, alike
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
-from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
+from torch_bf16.sharding import Span, any_flattened, local, missing_memory, shard_of
 
 from .blended_weights import exempt
 
@@ -98,9 +98,11 @@ def _check_decay(decay: float, seed: int) -> None:
 
 
 def _refuse(tensors: Iterable[Tensor]) -> None:
-    tensors = list(tensors)
+    sharded = False
     for each in tensors:
-        if not shard_of(each).sharded and (local(each) is not each or missing_memory(each)):
+        if shard_of(each).sharded:
+            sharded = True
+        elif local(each) is not each or missing_memory(each):
             kind = type(each)
             raise NotImplementedError(
                 f"an average of a {kind.__module__}.{kind.__qualname__}, which wraps the memory of "
@@ -108,7 +110,7 @@ def _refuse(tensors: Iterable[Tensor]) -> None:
                 "it with a plain copy that load_state_dict() gave these weights. Nothing was "
                 "averaged"
             )
-    if any(shard_of(each).sharded for each in tensors):
+    if sharded:
         raise NotImplementedError(
             "an average of sharded parameters cannot be kept: each rank has a part of them. Make "
             "an EMA of a whole copy before sharding, and call update_parameters() with another "
@@ -198,7 +200,7 @@ class EMA(AveragedModel):
         _check_decay(decay, seed)
         if format not in (None, *_DTYPES):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
-        if any(map(unit_shapes, model.parameters())):
+        if any_flattened(model.parameters()):
             raise NotImplementedError(
                 f"EMA was given a {type(model).__name__} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"

@@ -23,7 +23,7 @@ from torch_bf16.argument_checks import check_compute, check_module
 from torch_bf16.errors import version_numbers
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
-from .autocast import computes_in_fp32
+from .autocast import computes_in_fp32, widen
 from .nested_tensors import map_tensors
 
 __all__ = ["carry_autocast", "inside_step"]
@@ -227,8 +227,9 @@ class CarriedForward:
         if forward is None:
             # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
             forward, first = type(module).forward, (module,)
-        device, fp32 = _device(module), self._whole and self.compute != "bf16"
+        fp32 = self._whole and self.compute != "bf16"
         if torch.compiler.is_compiling():
+            device = _device(module)
             if self.compute == "bf16":
                 inside = _traced.inside_step or torch.is_autocast_enabled(device)
                 fp32 = self._whole and not inside
@@ -241,17 +242,17 @@ class CarriedForward:
                     raise RuntimeError(_NO_EXPORT)
                 return _compiled_inside(self, args, kwargs)
             with arithmetic(device, self.compute, **self.autocast):
-                return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
-        if _is_inside(self, device):
+                return self.map_tensors(widen, forward(*first, *args, **kwargs))
+        if _is_inside(self, module):
             outputs = forward(*first, *args, **kwargs)
-            return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
+            return self.map_tensors(widen, outputs) if fp32 else outputs
         if not _is_bf16(module):
             _remove_from(module)
             return forward(*first, *args, **kwargs)
         if self.compute == "bf16":
             args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
-        with inside_step(), arithmetic(device, self.compute, **self.autocast):
-            return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
+        with inside_step(), arithmetic(_device(module), self.compute, **self.autocast):
+            return self.map_tensors(widen, forward(*first, *args, **kwargs))
 
 
 _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -261,7 +262,7 @@ _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsag
 def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
     with arithmetic(_device(carried._module()), carried.compute, **carried.autocast):
         outputs = carried.__wrapped__(*args, **kwargs)
-    return _disable(carried.map_tensors)(_to_fp32, outputs)
+    return _disable(carried.map_tensors)(widen, outputs)
 
 
 # Not methods: torch.compile would guard on the identity of bound ones, which are new each time.
@@ -270,9 +271,12 @@ def _device(module: Any) -> str:
     return next((p.device.type for p in module.parameters()), "cpu")
 
 
-def _is_inside(carried: CarriedForward, device: str) -> bool:
+def _is_inside(carried: CarriedForward, module: Any) -> bool:
     """Whether a caller has entered autocast or is inside a step, now or in the forward pass."""
-    fp32 = carried.compute == "fp32"
+    # Most calls are, and to find the device takes longer than all the rest.
+    if _calls.depth > 0 and not carried.enters_in_checkpoints:
+        return True
+    device, fp32 = _device(module), carried.compute == "fp32"
     on = computes_in_fp32(device) if fp32 else torch.is_autocast_enabled(device)
     inside = on or _calls.depth > 0
     if (inside and not carried.enters_in_checkpoints) or not is_called_by_checkpoint():
@@ -301,10 +305,6 @@ def _remove_from(model: nn.Module) -> None:
         del each.__dict__["forward"]
         if carried.own is not None:
             each.__dict__["forward"] = carried.own
-
-
-def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _to_bf16(tensor: Tensor) -> Tensor:

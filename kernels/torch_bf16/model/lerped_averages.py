@@ -20,7 +20,7 @@ from torch_bf16.torch_patches import is_enabled
 
 from .cast_modules import bf16_weights, trained_weights
 
-__all__ = ["forget_warning", "is_named", "restore", "watch_lerps"]
+__all__ = ["forget_warning", "has_address", "is_named", "restore", "watch_lerps"]
 
 _torch: Any = torch  # whose private names a type checker does not know
 
@@ -30,7 +30,8 @@ _original_single: Any = Tensor.lerp_
 _named: set[int] = set()
 """Addresses of averages that a warning has named."""
 
-# A bf16 tensor may be anything; after so many that were no weights, none is looked up any more.
+# A bf16 tensor may be anything, such as a moment that AdamW moves; after so many lookups, which go
+# through all weights of cast models, nothing is looked up any more.
 _LOOKUPS = 100
 _lookups = _LOOKUPS
 # As of the latest lookup, by address: the trained bf16 weights, and all those of cast models.
@@ -78,7 +79,7 @@ def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
     if any(average.dtype != value.dtype for average, value in pairs):
         tensors1 = [value.to(average.dtype) for average, value in pairs]
     weight = kwargs.get("weight", args[0] if args else None)
-    if isinstance(weight, float) and 0 < weight < 1:
+    if _lookups > 0 and isinstance(weight, float) and 0 < weight < 1:
         _warn_of_bf16(pairs)
     return _original(self, tensors1, *args, **kwargs)
 
@@ -96,18 +97,13 @@ def _lerp_(self: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _warn_of_one(average: Tensor, value: Tensor) -> None:
     """Warn of the first of the averages that are moved one by one, and note the others."""
-    global _lookups
-    # Only plain memory has an address, and functions of torch.func have none to give.
-    if not _has_address(average) or not _has_address(value):
+    if not has_address(average) or not has_address(value):
         return
     address, source = average.data_ptr(), value.data_ptr()
     if address in _followed:
         return
     if source not in _names:
-        if _lookups == 0:
-            return
-        _lookups -= 1
-        found = _addresses_of_trained()
+        found = _look_up()
         if source not in found:
             return
         _names.update(found)
@@ -128,12 +124,18 @@ def _forget_lookups() -> None:
         each.clear()
 
 
-def _has_address(tensor: Tensor) -> bool:
+def has_address(tensor: Tensor) -> bool:
+    """Whether it is plain memory: sparse tensors and those of torch.func have no address."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return plain and not _torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _addresses_of_trained() -> dict[int, str]:
+def _look_up() -> dict[int, str]:
+    """The names of the trained bf16 weights, by address; empty after too many lookups."""
+    global _lookups
+    if _lookups == 0:
+        return {}
+    _lookups -= 1
     # By address, because values from a state dict are views of the weights.
     return {local(p).data_ptr(): name for name, p in trained_weights()}
 
@@ -146,7 +148,7 @@ def _warn_of_bf16(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     ]
     if not narrow or not _named.isdisjoint(average for average, _ in narrow):
         return
-    names = _addresses_of_trained()
+    names = _look_up()
     for _, value in narrow:
         if name := names.get(value):
             _named.update(average for average, _ in narrow)

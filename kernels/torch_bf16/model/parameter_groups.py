@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +21,7 @@ def param_groups(
     model: nn.Module,
     *,
     weight_decay: float | None = None,
-    no_decay: Sequence[str | type[nn.Module]] = (),
+    no_decay: Iterable[str | type[nn.Module]] = (),
     groups: Mapping[str | type[nn.Module], Mapping[str, Any]] | None = None,
     muon: bool = False,
 ) -> list[dict[str, Any]]:
@@ -60,6 +60,8 @@ def param_groups(
     check_module("param_groups", model)
     if isinstance(no_decay, (str, type)):
         raise ValueError(f"no_decay={no_decay!r} must be a sequence of keys: ({no_decay!r},)")
+    if isinstance(no_decay, Iterator):
+        no_decay = [*no_decay]
     if not isinstance(groups or {}, Mapping):
         raise ValueError(
             f"groups={groups!r} must map keys to options of a group, for example "

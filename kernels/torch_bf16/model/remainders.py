@@ -60,7 +60,7 @@ _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # has a weak reference.
 _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
 
-# The place in ``_by_owner`` of a parameter, by its id, as of the last search.
+# The module that owns a parameter and the parameter's name there, by its id, as of the last search.
 _places: dict[int, tuple[ref[nn.Module], str]] = {}
 
 # Elements per sum. A shard may hold only parts of its first and last block: those are not compared.
@@ -147,10 +147,9 @@ def _index() -> None:
     for owner, each in _by_owner.items():
         for name in each:
             _places[id(owner._parameters.get(name))] = ref(owner), name
-    # Which modules show what FSDP2 has gathered from a forward pass until a backward pass.
-    for parameter, owner, name in places():
-        if name in _by_owner.get(owner, {}):
-            _places[id(parameter)] = ref(owner), name
+    # Whose modules show what FSDP2 has gathered from a forward pass until a backward pass. Also
+    # those without a remainder, or each would be searched for anew.
+    _places.update((id(parameter), (ref(owner), name)) for parameter, owner, name in places())
 
 
 def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
@@ -218,7 +217,8 @@ def forget_empty(parameters: Iterable[Tensor]) -> None:
 
     FSDP1 gives them no gradient, so no step would free them.
     """
-    forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
+    if _by_owner:
+        forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
 
 
 def sync_masters(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .lerped_averages import is_named
+from .lerped_averages import has_address, is_named
 from .stochastic_writes import looks_stochastic
 
 __all__ = ["WatchedWeight", "bits_of", "is_comparable", "is_plain", "is_readable"]
@@ -22,7 +22,6 @@ _LOSSY_WRITES, _SMALL_MOVE = 2, 16
 _AVERAGE = "torch_bf16.EMA(model, decay) is such an average"
 
 _Kind = Literal["in the model", "copy", "loose"]
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(eq=False)
@@ -162,13 +161,8 @@ def is_comparable(weight: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it has an address: sparse tensors and those of torch.func have none."""
-    return (
-        type(tensor) in (nn.Parameter, Tensor)
-        and not _functorch.is_functorch_wrapped_tensor(tensor)
-        and not (tensor.is_meta or tensor.is_inference() or tensor.is_nested)
-        and tensor.layout == torch.strided
-    )
+    """Whether it has an address with numbers behind it, and a version."""
+    return has_address(tensor) and not (tensor.is_meta or tensor.is_inference() or tensor.is_nested)
 
 
 def is_readable(weight: Tensor) -> bool:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["exact_weights", "read", "write"]
 
+_Place: TypeAlias = tuple[int, int]
+
 
 def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     """See :meth:`BF16Optimizer.exact_weight`."""
@@ -52,11 +54,23 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
 
 def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
-    number, position = _check_value(optimizer, parameter, value)
+    place = next((place for place, each in _placed(optimizer) if each is parameter), None)
+    if place is None:
+        raise ValueError(
+            f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in "
+            f"no group of this {type(optimizer).__name__}; write to it directly: "
+            "parameter.copy_(...)"
+        )
+    _check_value(optimizer, place, parameter, value)
     reshard([parameter])
+    _write(optimizer, place, parameter, value)
+
+
+def _write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
     if parameter.dtype != torch.bfloat16:
         parameter.copy_(value)
         return
+    number, position = place
     engine, group = optimizer._engine, optimizer.param_groups[number]
     shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
     value = value.detach().to(parameter.device)
@@ -91,23 +105,13 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     snapshot.data = data_writes.DataWatch.of(shard, state, snapshot.data)
 
 
-def _check_value(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:
-    """Check that ``value`` can be written to a parameter; returns its group and position."""
-    for number, group in enumerate(optimizer.param_groups):
-        for position, each in enumerate(group["params"]):
-            if each is not parameter:
-                continue
-            if value.shape != parameter.shape or value.dtype != torch.float32:
-                raise ValueError(
-                    f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
-                    f"{optimizer.label(number, position)}; it takes float32 of the parameter's "
-                    "shape. Nothing was changed"
-                )
-            return number, position
-    raise ValueError(
-        f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in no "
-        f"group of this {type(optimizer).__name__}; write to it directly: parameter.copy_(...)"
-    )
+def _check_value(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
+    if value.shape != parameter.shape or value.dtype != torch.float32:
+        raise ValueError(
+            f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
+            f"{optimizer.label(*place)}; it takes float32 of the parameter's shape. Nothing was "
+            "changed"
+        )
 
 
 @contextmanager
@@ -143,31 +147,35 @@ def exact_weights(
     """
     check_module("exact_weights", model)
     ours = [optimizer_for("exact_weights", each) for each in optimizers]
-    owners = {p: each for each in ours for p in _parameters(each)}
+    owners = {p: (each, place) for each in ours for place, p in _placed(each)}
     # Parameters that FSDP2 has gathered for an evaluation are not those of the optimizer.
     reshard(owners)
     named = dict(model.named_parameters())
     with torch.no_grad():
         weights = {
-            name: owners[p].exact_weight(p).clone() if p in owners else p.detach()
+            name: owners[p][0].exact_weight(p).clone() if p in owners else p.detach()
             for name, p in named.items()
         }
         yield weights
         # Check all of them before writing the first one.
         for name, parameter in named.items():
             if parameter in owners:
-                _check_value(owners[parameter], parameter, weights[name])
+                _check_value(*owners[parameter], parameter, weights[name])
             elif weights[name].shape != parameter.shape:
                 raise ValueError(
                     f"exact_weights was given shape {tuple(weights[name].shape)} for {name!r}, "
                     f"which has shape {tuple(parameter.shape)}. Nothing was changed"
                 )
+        reshard(owners)
         for name, parameter in named.items():
             if parameter in owners:
-                owners[parameter].set_exact_weight(parameter, weights[name])
+                _write(*owners[parameter], parameter, weights[name])
             elif not same_memory(weights[name], parameter):
                 parameter.copy_(weights[name])
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+def _placed(optimizer: BF16Optimizer) -> Iterator[tuple[_Place, Tensor]]:
+    """Each parameter, with the number of its group and its position there."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield (number, position), parameter

@@ -54,14 +54,15 @@ def collect(
     optimizer: BF16Optimizer, parameters: Sequence[Tensor]
 ) -> list[tuple[Shard, int, Label]]:
     """Check the parameters; returns each one's shard, group number and label, in group order."""
-    with_gradient, engine = set(parameters), optimizer._engine
+    # By id: torch hashes tensors in Python, and released gradients are planned one by one.
+    with_gradient, engine = {*map(id, parameters)}, optimizer._engine
     # With offload, states may be on any device, and are moved to where they belong.
     offloads = optimizer.recipe.offload != "none"
     collected, labels, before = [], {}, 0
     groups = optimizer.param_groups
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
-            if parameter not in with_gradient:
+            if id(parameter) not in with_gradient:
                 continue
             if parameter in labels:
                 raise ValueError("a parameter is in the groups twice; remove one")

@@ -14,7 +14,7 @@ from torch_bf16.engine.states import set_seen
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
-from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
+from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of, unit_of
 from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
@@ -71,18 +71,16 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    shared = _shared_states(state_dict)
+    shared, in_units = _shared_states(state_dict), _names_in_units(optimizer)
     states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
     for number, saved_group in enumerate(state_dict["param_groups"]):
         group = optimizer.param_groups[number]
         for position, key in enumerate(saved_group["params"]):
             parameter = group["params"][position]
-            if shapes := unit_shapes(parameter):
+            if any_flattened([parameter]):
                 if key in states:
-                    names = _names_in_unit(optimizer, parameter)
-                    states[key] = gatherable(
-                        state_dict["state"][key], parameter, shapes, names, optimizer.recipe
-                    )
+                    state = state_dict["state"][key]
+                    states[key] = gatherable(state, parameter, *in_units[parameter])
             elif REMAINDERS & states.get(key, {}).keys():
                 state = state_dict["state"][key]
                 states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
@@ -93,16 +91,23 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
 
-def _names_in_unit(optimizer: BF16Optimizer, parameter: Tensor) -> set[str]:
-    """Names of the states that rules keep for the parameters that FSDP1 has flattened together."""
-    unit = {*unit_of(parameter)}
-    rules = {
-        optimizer.rule_of_parameter(group, each)
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if each in unit
-    }
-    return {state.name for rule in rules for state in (*rule.states, *rule.stage_states)}
+def _names_in_units(optimizer: BF16Optimizer) -> dict[Tensor, tuple[set[str], set[str]]]:
+    """For each parameter with a state that FSDP1 has flattened, what its whole unit keeps.
+
+    These are the names of the states of rules, and of the planes beside weights.
+    """
+    groups = {each: group for group in optimizer.param_groups for each in group["params"]}
+    found: dict[Tensor, tuple[set[str], set[str]]] = {}
+    for parameter in dict.keys(optimizer.state):
+        if parameter in found or not any_flattened([parameter]):
+            continue
+        unit = unit_of(parameter)
+        rules = {optimizer.rule_of_parameter(groups[p], p) for p in unit if p in groups}
+        names = {state.name for rule in rules for state in (*rule.states, *rule.stage_states)}
+        formats = {optimizer.recipe.format_of("weights", shape) for shape in unit.values()}
+        planes = {name for each in formats for name in each.plane_names("")[1:]}
+        found.update(dict.fromkeys(unit, (names, planes)))
+    return found
 
 
 def _aliases(state: Any) -> Any:
@@ -226,7 +231,7 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
     """
     groups = []
     for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
-        if any(unit_shapes(parameter) for parameter in ours["params"]):
+        if any_flattened(ours["params"]):
             theirs = {k: v for k, v in theirs.items() if k != "param_names"}
             theirs |= {k: v for k, v in ours.items() if k == "param_names"}
         # Groups saved by another library's AdamW, or by ours without these options, lack them.

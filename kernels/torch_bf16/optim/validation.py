@@ -255,8 +255,8 @@ def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Lab
     Raises:
         StateMismatchError: one of these parameters seems to have replaced another.
     """
-    current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    known = (p for p in optimizer.state if isinstance(p, Tensor) and p not in current)
+    current = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = (p for p in optimizer.state if id(p) not in current and isinstance(p, Tensor))
     # Under DeepSpeed, groups hold one flat tensor at a time.
     orphans = [p for p in known if not is_flat(p)]
     states = optimizer.state

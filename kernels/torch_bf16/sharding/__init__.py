@@ -21,7 +21,7 @@ from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, is_incomplete
 from .exchange import Like, all_gather, exchange, world_size
 from .exit import settle_at_exit
-from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of, unit_shapes
+from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of
 from .fsdp2 import Unit, before_backward_of, has_run, places, reshard, units
 from .local import (
     is_dtensor,
@@ -50,6 +50,7 @@ __all__ = [
     "all_gather",
     "all_same",
     "all_whole",
+    "any_flattened",
     "bare_name",
     "before_backward_of",
     "check_engine",
@@ -76,7 +77,6 @@ __all__ = [
     "shard_of",
     "shown_like",
     "unit_of",
-    "unit_shapes",
     "units",
     "unlike_memory",
     "version_of",

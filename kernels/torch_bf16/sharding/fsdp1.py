@@ -27,7 +27,7 @@ from .exchange import exchange
 from .shard import Shard
 from .span import Span
 
-__all__ = ["Fsdp1Shard", "is_part", "reduce_by", "register", "unit_of", "unit_shapes"]
+__all__ = ["Fsdp1Shard", "any_flattened", "is_part", "reduce_by", "register", "unit_of"]
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The handle that has flattened a parameter, as a weak reference: handles hold the parameters."""
@@ -186,19 +186,13 @@ def is_part(parameter: Tensor) -> bool:
     return handle.uses_sharded_strategy or not handle._use_orig_params
 
 
-def unit_of(parameter: Tensor) -> list[Tensor]:
-    """All parameters that were flattened together with one that FSDP1 has flattened."""
-    return [*Fsdp1Shard(parameter)._handle.flat_param._params]
+def unit_of(parameter: Tensor) -> dict[Tensor, tuple[int, ...]]:
+    """The parameters that FSDP1 has flattened together with one, each with its whole shape.
 
-
-def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:
-    """The shapes of all whole tensors that were flattened together with a parameter.
-
-    FSDP1 gathers their states together. None for a parameter that it has not flattened.
+    FSDP1 gathers their states together.
     """
-    if not any_flattened([parameter]):
-        return None
-    return [tuple(shape) for shape in Fsdp1Shard(parameter)._handle.flat_param._shapes]
+    flat = Fsdp1Shard(parameter)._handle.flat_param
+    return dict(zip(flat._params, map(tuple, flat._shapes), strict=True))
 
 
 def reduce_by(

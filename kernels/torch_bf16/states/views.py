@@ -11,14 +11,13 @@ them apart, because that module does compare shapes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.formats import INT8, ROLES, UINT8
-from torch_bf16.recipe import Recipe
 from torch_bf16.sharding import is_dtensor, local, place_like, shard_of
 
 from .recoding import stored_format
@@ -124,9 +123,8 @@ def is_stand_in(value: Any) -> bool:
 def gatherable(
     state: Mapping[str, Any],
     parameter: Tensor,
-    shapes: Sequence[Sequence[int]],
     names: Collection[str],
-    recipe: Recipe,
+    planes: Collection[str],
 ) -> dict[str, Any]:
     """The state of a parameter that FSDP1 has flattened, in a form that FSDP1 can gather.
 
@@ -138,9 +136,8 @@ def gatherable(
     Args:
         state: the parameter's state.
         parameter: this rank's part of the parameter, as FSDP1 shows it.
-        shapes: shapes of all parameters of the unit.
-        names: names of the states that rules keep for them.
-        recipe: decides formats.
+        names: names of the states that rules keep for the parameters of the unit.
+        planes: names of the planes that their formats keep beside them.
     """
     gathered = fp32_numbers(state)
     stand_in = torch.full_like(parameter, torch.nan, dtype=torch.float32)
@@ -151,8 +148,7 @@ def gatherable(
             gathered[key] = value.view(-1)[places]
     if parameter.dtype != torch.bfloat16:
         return gathered
-    formats = [recipe.format_of("weights", shape) for shape in shapes]
-    for key in sorted({name for each in formats for name in each.plane_names("")[1:]}):
+    for key in sorted(planes):
         shown = _AS_NUMBERS.get(key, key)
         if key in state:
             gathered[shown] = state[key].to(torch.float32, copy=True)

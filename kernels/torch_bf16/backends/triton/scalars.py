@@ -225,6 +225,8 @@ class DeviceScalars:
             places = np.unique(self._group_of_counter[self._counted])
             self._active_groups = [self._groups[place] for place in places]
             self._first_values = None
+            # The same options may be those of another group, whose values are not in the table.
+            self._inputs = []
 
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
