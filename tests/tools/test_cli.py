@@ -119,3 +119,26 @@ def test_whole_numbers_are_read_alike_by_all_commands():
     for text in ("0", "-1", "1.9", "nan", "inf", "many", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
             count(text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "saved.pt", "saved.pt"],
+        ["export", "other.pt", "saved.pt", "--optimizer", "saved.pt"],
+        ["doctor", "other.pt", "saved.pt", "--json", "link.pt"],
+        ["estimate", "saved.pt", "--json", "./saved.pt"],
+        ["recommend", "train.py", "--json", "train.py"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_command_reads_is_not_overwritten(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.ones(4, 4)}, "saved.pt")
+    torch.save({"weight": torch.zeros(4, 4)}, "other.pt")
+    os.symlink("saved.pt", "link.pt")
+    (tmp_path / "train.py").write_text("raise SystemExit\n")
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    assert cli.main(arguments) == 2
+    assert "is also what would be read, and would be overwritten" in capsys.readouterr().err
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before

@@ -17,6 +17,7 @@ __all__ = [
     "count",
     "device_argument",
     "file_to_write",
+    "keep_inputs",
     "positive_number",
     "refuse",
 ]
@@ -76,6 +77,23 @@ def file_to_write(text: str) -> Path:
     else:
         return path
     raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
+
+
+def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:
+    """Raise ValueError if what would be written is a file that is read.
+
+    Args:
+        output: a file, another target, or None for none.
+        inputs: what the command reads: files, or anything else, such as the size of a model.
+    """
+    if not isinstance(output, Path) or not output.exists():
+        return
+    for each in inputs:
+        if each is not None and os.path.exists(each) and output.samefile(each):
+            raise ValueError(
+                f"{output} is also what would be read, and would be overwritten: give another name "
+                "for the output"
+            )
 
 
 def count(text: str) -> int:

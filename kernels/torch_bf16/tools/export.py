@@ -10,7 +10,7 @@ from torch_bf16.checkpoints.export import export_file, export_weights
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
-from .arguments import file_to_write
+from .arguments import file_to_write, keep_inputs
 from .output import say
 from .weights import SavedTensor, open_checkpoint
 
@@ -55,12 +55,7 @@ def export(options: argparse.Namespace) -> int:
             f"{options.output} is a device or a pipe, which the file would replace: give the name "
             "of a file to write"
         )
-    for each in (source, options.optimizer):
-        if each is not None and options.output.exists() and options.output.samefile(each):
-            raise ValueError(
-                f"{options.output} is also what would be read, and an export holds only weights: "
-                "give another name for the output"
-            )
+    keep_inputs(options.output, source, options.optimizer)
     if source.is_dir() or source.name.endswith(".index.json"):
         print(export_weights(*_state_dicts(source, options.optimizer is None), *arguments))
     else:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torch_bf16.tools.arguments import add_json_argument, count, positive_number
+from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
 from torch_bf16.tools.output import progress_line, write_json
 from torch_bf16.tools.weights import open_checkpoint
 
@@ -53,6 +53,7 @@ def doctor(options: argparse.Namespace) -> int:
     """
     if len(options.checkpoints) > 2:
         raise ValueError(f"doctor takes one checkpoint or two, not {len(options.checkpoints)}")
+    keep_inputs(options.json, *options.checkpoints)
     *earlier, after = [open_checkpoint(path) for path in options.checkpoints]
     before = earlier[0] if earlier else None
     with progress_line(sys.stderr) as progress:

@@ -8,7 +8,7 @@ import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
-from torch_bf16.tools.arguments import add_json_argument, count
+from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs
 from torch_bf16.tools.output import write_json
 
 from .activations import activations, batch_argument
@@ -88,6 +88,7 @@ def estimate(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError, RuntimeError, ImportError: MODEL or an option cannot be used.
     """
+    keep_inputs(options.json, options.model)
     optimizer = optimizer_spec(options.optimizer)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")

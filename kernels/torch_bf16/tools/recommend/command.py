@@ -13,7 +13,7 @@ from torch_bf16.foreign.capabilities import check_steps_on_copies
 from torch_bf16.foreign.conversion import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
-from torch_bf16.tools.arguments import add_json_argument, count, positive_number
+from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
 from torch_bf16.tools.output import progress_line, write_json
 
 from .host import Host, planned_rates
@@ -71,6 +71,7 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
         ValueError, OSError, ImportError: there is no such training, or it cannot be measured.
     """
     text = options.training
+    keep_inputs(options.json, text)
     with progress_line(sys.stderr) as progress:
         found = observe(text, script_arguments, options.steps, options.lr, progress)
     _check(found)
