@@ -110,7 +110,6 @@ class ForeignOptimizer(BF16Optimizer):
         So a class that would evaluate the model again in the middle of its step is refused, where
         without a closure it would leave that part out, or say that it was given none.
         """
-
         if closure is None:
             return super().step()
 

@@ -100,7 +100,7 @@ class Runner:
         kind: type[torch.optim.Optimizer],
         active: Collection[int],
         indexes: bool,
-        evaluated: tuple[Any] | None = None,
+        evaluated: tuple[Any] | None,
     ) -> None:
         self._optimizer, self._kind, self._evaluated = optimizer, kind, evaluated
         self._active, self.indexes = active, indexes
@@ -176,7 +176,7 @@ class Runner:
     def _closure_of(self, function: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """A closure for a method that requires one, or that takes one if the user's step did."""
         closure = inspect.signature(function).parameters.get("closure")
-        if closure is None or (self._evaluated is None and not _is_required(closure)):
+        if closure is None or (self._evaluated is None and closure.default is not closure.empty):
             return {}
         (loss,) = self._evaluated or (None,)
         return {"closure": _closure_for(self._kind, parameters, loss)}
@@ -260,10 +260,6 @@ def _random_states(parameters: Sequence[Tensor]) -> tuple[Any, dict[Any, Tensor]
     devices = {p.device for p in parameters if p.is_cuda}
     states = {device: torch.cuda.get_rng_state(device) for device in devices}
     return random.getstate(), {None: torch.get_rng_state(), **states}
-
-
-def _is_required(argument: inspect.Parameter) -> bool:
-    return argument.default is inspect.Parameter.empty
 
 
 def _closure_for(kind: type, parameters: Sequence[Tensor], loss: Any) -> Callable[[], Any]:

@@ -317,8 +317,11 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     recast = [shard for shard in fp32 if id(shard.parameter) in made_fp32]
     alone = [each.shard for each in members if len(each.formats[0].planes) == 1]
     known = remainders.find_remainders(alone)
-    dropped = [shard for shard, each in zip(alone, known, strict=True) if each is not None]
-    dropped = [shard for shard in dropped if shard.parameter.dtype != torch.float32]
+    dropped = [
+        shard
+        for shard, each in zip(alone, known, strict=True)
+        if each is not None and shard.parameter.dtype != torch.float32
+    ]
     if dropped:
         raise ValueError(
             f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
