@@ -15,6 +15,7 @@ from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
     file_to_write,
+    keep_inputs,
     positive_number,
     refuse,
 )
@@ -124,6 +125,9 @@ def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     Raises:
         ValueError, OSError, ImportError: an argument cannot be used; the message says why.
     """
+    files = [*options.what, *(each.partition("=")[2] for each in options.what), options.text]
+    for output in (options.html, options.png, options.pdf, options.json):
+        keep_inputs(output, *files)
     if options.png or options.pdf:
         require_matplotlib()
     record = _record_path(options.what)
