@@ -94,8 +94,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         options = {name: value for name, value in options.items() if value}
         self.defaults.update(options)
         for number, group in enumerate(self.param_groups):
-            for name, value in options.items():
-                group.setdefault(name, value)
+            group.update({**options, **group})
             self._check_options(group, number)
             resolve_peak_lr(group, number, self.decouples_decay(group))
         self.state = States(dict, self.state)
