@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -54,7 +55,10 @@ def _collected():
     """Nor does a file look through what others before it have imported and compiled."""
     if "torch._dynamo" in sys.modules:
         # At its ninth model torch.compile gives up on a function that all models share.
-        sys.modules["torch._dynamo"].reset()
+        with warnings.catch_warnings():
+            # On a GPU this imports Inductor, and torch.jit, which is deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            sys.modules["torch._dynamo"].reset()
     gc.collect()
     gc.freeze()
     for pool in _pools:

@@ -30,7 +30,7 @@ GPU = torch.device("cuda")
 STOCHASTIC = ("adamw", "stochastic", torch.bfloat16)
 
 
-def run_and_compare(case, offsets=AT_ZERO, steps=(1, 2), sizes=SIZES, change=None, **options):
+def run_and_compare(case, offsets=AT_ZERO, steps=(1, 2), sizes=None, change=None, **options):
     case = make_case(*case, offsets, sizes=sizes, device="cuda", **options)
     if change:
         change(*case)
