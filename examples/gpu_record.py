@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +37,7 @@ BEGIN, END = (
     "<!-- gpu table: written by examples/gpu_record.py -->",
     "<!-- end of the gpu table -->",
 )
+WAYS = ("moved", "graph", "zero-rows")
 PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,pytorch-optimizer"
 # Time limit of each part in seconds. On an H200 all take about a quarter of that.
 LIMITS = {
@@ -61,7 +62,7 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
     """Return the command line of each part, which runs in the part's folder."""
     python, bench = [sys.executable, "-m"], ["torch_bf16", "bench", "--device", device]
     check = ["torch_bf16", "selftest", "--device", device]
-    ways = ["--ways", "moved,graph,zero-rows", "--rounds", "20", "--time-limit", "60"]
+    ways = ["--ways", ",".join(WAYS), "--rounds", "20", "--time-limit", "60"]
     # Parts of their own, so that no other part fails with them: one needs gigabytes of pinned
     # memory, one compiles a single graph for minutes.
     offload = ["--against", "torch,offload", "--rounds", "10", "--time-limit", "120"]
@@ -241,28 +242,57 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def table(results: Path) -> str:
-    """Return the README's table: a row for each model and optimizer of each record of a GPU."""
-    rows, seen = [], set()
-    for file in sorted(results.glob("*/bench-*.json")):
-        record = json.loads(file.read_text())
+    """Return the README's tables: one for each record of a GPU, with a row for each optimizer."""
+    tables = [_table_of(folder) for folder in sorted(results.glob("*"), reverse=True)]
+    nothing = "No GPU has been measured yet: `make gpu` measures one and writes this table."
+    return "\n\n".join(filter(None, tables)) or nothing
+
+
+def _table_of(folder: Path) -> str | None:
+    """The table of one record, fastest first; the rows of other ways to step are left out."""
+    rows: dict[str, dict[str, Any]] = {}
+    models: dict[str, None] = {}
+    device = None
+    for record in _measured_in(folder):
         if record.get("device_type") != "cuda":
             continue
-        link = f"[{record['hardware']['device']}](examples/results/{file.parent.name})"
+        device = record["hardware"]["device"]
+        models[record["model"]] = None
         for row in record["results"]:
-            # The baseline is in every record.
-            if (key := (file.parent, record["model"], row["name"])) in seen:
-                continue
-            seen.add(key)
-            rows.append(
-                f"| {link} | {record['model']} | {row['name']} | {row['ms']['median']:.3f} | "
-                f"{row['ratio']['median']:.2f} | {row['share_of_copy']:.0%} | "
-                f"{row['bytes_per_parameter']:.2f} |"
-            )
-    if not rows:
-        return "No GPU has been measured yet: `make gpu` measures one and writes this table."
-    head = ("GPU", "model", "AdamW", "ms per step", "to torch fused", "of a copy", "bytes each")
-    lines = [f"| {' | '.join(head)} |", "|---" * 3 + "|---:" * 4 + "|"]
-    return "\n".join([*lines, *rows])
+            if row["name"].rpartition(", ")[2] not in WAYS:
+                # The baseline is in every record, and the first counts.
+                rows.setdefault(row["name"], {}).setdefault(record["model"], row)
+    if device is None:
+        return None
+    head = [f"AdamW on an [{device}](examples/results/{folder.name})"]
+    for model in models:
+        head += [f"{model}, ms", "to torch fused"]
+    lines = [f"| {' | '.join([*head, 'bytes each'])} |", "|---" + "|---:" * len(head) + "|"]
+    for name, found in sorted(rows.items(), key=lambda item: _times(item[1], models)):
+        cells = [name]
+        for model in models:
+            row = found.get(model)
+            cells += map(_three_digits, (row["ms"], row["ratio"])) if row else ("-", "-")
+        first = next(iter(found.values()))
+        lines.append(f"| {' | '.join([*cells, format(first['bytes_per_parameter'], '.2f')])} |")
+    return "\n".join(lines)
+
+
+def _three_digits(times: Mapping[str, float]) -> str:
+    return f"{times['median']:#.3g}".removesuffix(".")
+
+
+def _measured_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """The records of timed steps in a folder: of benchmarks, then of the selftest."""
+    for file in sorted(folder.glob("bench-*.json")):
+        yield json.loads(file.read_text())
+    selftest = folder / "selftest.json"
+    if selftest.exists():
+        yield from json.loads(selftest.read_text())["speed"]
+
+
+def _times(found: Mapping[str, Any], models: Iterable[str]) -> list[float]:
+    return [found[model]["ms"]["median"] if model in found else math.inf for model in models]
 
 
 def written_into(readme: str, lines: str) -> str:

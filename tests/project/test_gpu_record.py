@@ -169,10 +169,12 @@ def test_a_tree_goes_on_in_the_folder_where_it_was_begun(tmp_path):
     assert other.name.endswith("-nvidia-h200")
 
 
-def recorded(folder, device="cuda"):
-    folder.mkdir()
-    record = {"device_type": device, "hardware": {"device": "H200"}, "model": "gpt2-124m"}
-    (folder / "bench-x.json").write_text(json.dumps({**record, "results": [ROW]}))
+def recorded(folder, device="cuda", model="gpt2-124m", rows=(ROW,)):
+    folder.mkdir(exist_ok=True)
+    record = {"device_type": device, "hardware": {"device": "H200"}, "model": model}
+    record["results"] = rows
+    (folder / f"bench-{model}.json").write_text(json.dumps(record))
+    return record
 
 
 def test_the_table_has_the_rows_of_gpus_and_no_others(tmp_path):
@@ -181,14 +183,25 @@ def test_the_table_has_the_rows_of_gpus_and_no_others(tmp_path):
     assert gpu_record.table(tmp_path).startswith("No GPU has been measured yet")
     recorded(tmp_path / "2026-01-02-h200")
     lines = gpu_record.table(tmp_path).splitlines()
-    assert lines[2:] == [
-        "| [H200](examples/results/2026-01-02-h200) | gpt2-124m | bf16-stochastic "
-        "| 0.500 | 0.55 | 93% | 8.02 |"
-    ]
-    again = (tmp_path / "2026-01-02-h200" / "bench-x.json").read_text()
+    assert "[H200](examples/results/2026-01-02-h200)" in lines[0]
+    assert lines[2:] == ["| bf16-stochastic | 0.500 | 0.550 | 8.02 |"]
+    again = (tmp_path / "2026-01-02-h200" / "bench-gpt2-124m.json").read_text()
     (tmp_path / "2026-01-02-h200" / "bench-y.json").write_text(again)
     assert gpu_record.table(tmp_path).splitlines() == lines
     assert len(lines[0].split("|")) == len(lines[1].split("|")) == len(lines[2].split("|"))
+
+
+def test_the_table_has_a_row_for_each_optimizer_the_fastest_first(tmp_path):
+    slow = {**ROW, "name": "slow", "ms": {"median": 107.4}, "ratio": {"median": 12}}
+    moved = {**ROW, "name": "slow, moved"}
+    folder = tmp_path / "2026-01-02-h200"
+    recorded(folder, rows=[slow, moved])
+    large = recorded(folder, model="llama-1b")
+    (folder / "selftest.json").write_text(json.dumps({"speed": [{**large, "model": "gpt2-124m"}]}))
+    assert gpu_record.table(tmp_path).splitlines()[2:] == [
+        "| bf16-stochastic | 0.500 | 0.550 | 0.500 | 0.550 | 8.02 |",
+        "| slow | 107 | 12.0 | - | - | 8.02 |",
+    ]
 
 
 def test_the_table_takes_the_place_of_what_is_between_the_marks():

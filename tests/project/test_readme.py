@@ -47,7 +47,8 @@ def test_the_ci_command_is_one_that_the_readme_names() -> None:
 
 
 def test_the_readme_can_be_read_in_a_few_minutes() -> None:
-    assert len(README.split()) <= 1500
+    words = [word for word in README.split() if word.strip("|-:")]
+    assert len(words) <= 1500
 
 
 @pytest.fixture
