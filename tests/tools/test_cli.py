@@ -129,6 +129,8 @@ def test_whole_numbers_are_read_alike_by_all_commands():
         ["doctor", "other.pt", "saved.pt", "--json", "link.pt"],
         ["estimate", "saved.pt", "--json", "./saved.pt"],
         ["recommend", "train.py", "--json", "train.py"],
+        ["recommend", "train.py:make", "--json", "train.py"],
+        ["estimate", "train.py:make", "--json", "train.py"],
         ["compare", "--text", "train.py", "--html", "train.py"],
         ["compare", "one=saved.pt", "other.pt", "--json", "saved.pt"],
     ],

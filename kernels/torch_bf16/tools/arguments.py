@@ -84,12 +84,14 @@ def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:
 
     Args:
         output: a file, another target, or None for none.
-        inputs: what the command reads: files, or anything else, such as the size of a model.
+        inputs: what the command reads: files, something in a file (``train.py:make_model``), or
+            anything else, such as the size of a model.
     """
     if not isinstance(output, Path) or not output.exists():
         return
-    for each in inputs:
-        if each is not None and os.path.exists(each) and output.samefile(each):
+    for each in filter(None, inputs):
+        files = [path for path in (each, f"{each}".rpartition(":")[0]) if path]
+        if any(os.path.exists(path) and output.samefile(path) for path in files):
             raise ValueError(
                 f"{output} is also what would be read, and would be overwritten: give another name "
                 "for the output"
