@@ -217,6 +217,37 @@ def learning_rates(axes: Any) -> None:
     axes.set(xlabel="learning rate, 500 steps", ylabel="% of what fp32 learns", ylim=(-3, 105))
 
 
+def gpu_steps(axes: Any) -> None:
+    """How long an AdamW step over a billion parameters takes on a GPU."""
+    folder = RESULTS / "2026-11-26-nvidia-h200"
+    records = [json.loads((folder / "bench-llama-1b.json").read_text())]
+    records += json.loads((folder / "selftest.json").read_text())["speed"]
+    rows = {
+        row["name"]: row["ms"]["median"]
+        for record in records
+        if record["model"] == "llama-1b"
+        for row in record["results"]
+        if ", " not in row["name"]
+    }
+    names = sorted(rows, key=rows.__getitem__)
+    ours = {*COLOURS, "int8-moments"}
+    groups = {
+        "this package": (STOCHASTIC, [name for name in names if name in ours]),
+        "torch": (FP32, [name for name in names if name.startswith("torch fused")]),
+    }
+    known = {name for _, some in groups.values() for name in some}
+    groups["other libraries"] = (OTHER, [name for name in names if name not in known])
+    for label, (colour, some) in groups.items():
+        places = [names.index(name) for name in some]
+        axes.barh(places, [rows[name] for name in some], color=colour, label=label, height=0.65)
+    for number, name in enumerate(names):
+        axes.text(rows[name] + 0.7, number, f"{rows[name]:#.3g}".removesuffix("."), va="center")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms per step, 1.2 billion parameters, NVIDIA H200", xlim=(0, 90))
+    axes.grid(visible=False, axis="y")
+
+
 FIGURES: dict[str, tuple[Callable[[Any], None], tuple[float, float]]] = {
     "thousand-additions": (thousand_additions, (6.4, 3.4)),
     "fading-noise": (fading_noise, (6.4, 3.4)),
@@ -224,6 +255,7 @@ FIGURES: dict[str, tuple[Callable[[Any], None], tuple[float, float]]] = {
     "learning-rates": (learning_rates, (6.4, 3.4)),
     "bytes": (stacked_bytes, (6.8, 2.8)),
     "loss-curves": (loss_curves, (6.8, 3.4)),
+    "gpu-steps": (gpu_steps, (6.8, 3.8)),
 }
 
 
@@ -241,7 +273,7 @@ def draw(name: str, folder: Path) -> None:
             figure, axes = pyplot.subplots(figsize=size, layout="constrained")
             axes.set_axisbelow(True)
             function(axes)
-            axes.legend(frameon=False, loc="lower right" if name == "bytes" else "best")
+            axes.legend(frameon=False, loc="best")
             path = folder / f"{name}-{style}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
             pyplot.close(figure)

@@ -32,7 +32,7 @@ def test_every_figure_is_there_in_both_styles(figures: ModuleType) -> None:
     assert wanted == {path.name for path in (DOCS / "figures").glob("*.svg")}
 
 
-@pytest.mark.parametrize("name", ["bytes", "learning-rates", "loss-curves"])
+@pytest.mark.parametrize("name", ["bytes", "gpu-steps", "learning-rates", "loss-curves"])
 def test_a_record_is_drawn_without_anything_of_the_day(
     figures: ModuleType, name: str, tmp_path: Path
 ) -> None:
