@@ -19,6 +19,7 @@ import torch
 
 import torch_bf16
 from torch_bf16 import numerics
+from torch_bf16.tools import output
 
 matplotlib.use("svg")
 from matplotlib import pyplot
@@ -222,29 +223,30 @@ def gpu_steps(axes: Any) -> None:
     folder = RESULTS / "2026-11-26-nvidia-h200"
     records = [json.loads((folder / "bench-llama-1b.json").read_text())]
     records += json.loads((folder / "selftest.json").read_text())["speed"]
-    rows = {
-        row["name"]: row["ms"]["median"]
-        for record in records
-        if record["model"] == "llama-1b"
-        for row in record["results"]
-        if ", " not in row["name"]
-    }
-    names = sorted(rows, key=rows.__getitem__)
-    ours = {*COLOURS, "int8-moments"}
+    times: dict[str, float] = {}
+    ours: set[str] = set()
+    for record in (each for each in records if each["model"] == "llama-1b"):
+        ours.update(record["ours"])
+        for row in record["results"]:
+            if ", " not in row["name"]:
+                times.setdefault(row["name"], row["ms"]["median"])
+    names = sorted(times, key=times.__getitem__)
+    of_torch = {name for name in names if name.startswith("torch fused")}
     groups = {
-        "this package": (STOCHASTIC, [name for name in names if name in ours]),
-        "torch": (FP32, [name for name in names if name.startswith("torch fused")]),
+        "this package": (STOCHASTIC, ours),
+        "torch": (FP32, of_torch),
+        "other libraries": (OTHER, {*names} - ours - of_torch),
     }
-    known = {name for _, some in groups.values() for name in some}
-    groups["other libraries"] = (OTHER, [name for name in names if name not in known])
-    for label, (colour, some) in groups.items():
-        places = [names.index(name) for name in some]
-        axes.barh(places, [rows[name] for name in some], color=colour, label=label, height=0.65)
-    for number, name in enumerate(names):
-        axes.text(rows[name] + 0.7, number, f"{rows[name]:#.3g}".removesuffix("."), va="center")
+    for label, (colour, members) in groups.items():
+        places = [place for place, name in enumerate(names) if name in members]
+        lengths = [times[names[place]] for place in places]
+        axes.barh(places, lengths, color=colour, label=label, height=0.65)
+    for place, name in enumerate(names):
+        axes.text(times[name] + 0.7, place, output.number(times[name]), va="center")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="ms per step, 1.2 billion parameters, NVIDIA H200", xlim=(0, 90))
+    axes.set(xlabel="ms per step, 1.2 billion parameters, NVIDIA H200")
+    axes.margins(x=0.1)
     axes.grid(visible=False, axis="y")
 
 
@@ -273,7 +275,7 @@ def draw(name: str, folder: Path) -> None:
             figure, axes = pyplot.subplots(figsize=size, layout="constrained")
             axes.set_axisbelow(True)
             function(axes)
-            axes.legend(frameon=False, loc="best")
+            axes.legend(frameon=False)
             path = folder / f"{name}-{style}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
             pyplot.close(figure)

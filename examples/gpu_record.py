@@ -1,9 +1,9 @@
 """Everything about a GPU in one command: `make gpu`. Part by part, and a part once per source tree.
 
 Runs the selftest, the tests that need a GPU, and the benchmark against installed libraries. Output
-and measurements go to examples/results/<date>-<gpu>/, and the README's table of GPUs is written
-from all such records. After an interruption or a failure, the same command continues where it
-stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/, and the
+and measurements go to examples/results/<date>-<gpu>/, and gpu_table.py writes the README's tables
+of GPUs from all such records. After an interruption or a failure, the same command continues where
+it stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/, and the
 README stays as it is.
 
 For a GPU that is rented for minutes, `--minutes 9` ends in time, `--only selftest,tests` runs these
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,21 +26,17 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "examples" / "results"
-BEGIN, END = (
-    "<!-- gpu table: written by examples/gpu_record.py -->",
-    "<!-- end of the gpu table -->",
-)
-WAYS = ("moved", "graph", "zero-rows")
+import gpu_table
+from gpu_table import RESULTS, ROOT, WAYS
+
 PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,pytorch-optimizer"
-# Time limit of each part in seconds. On an H200 all take about a quarter of that.
+# Time limit of each part in seconds. The first three took 39, 59 and 84 on an H200.
 LIMITS = {
     "selftest": 300,
     "tests": 540,
@@ -62,14 +59,14 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
     """Return the command line of each part, which runs in the part's folder."""
     python, bench = [sys.executable, "-m"], ["torch_bf16", "bench", "--device", device]
     check = ["torch_bf16", "selftest", "--device", device]
-    ways = ["--ways", ",".join(WAYS), "--rounds", "20", "--time-limit", "60"]
+    in_ways = ["--ways", ",".join(WAYS), "--rounds", "20", "--time-limit", "60"]
     # Parts of their own, so that no other part fails with them: one needs gigabytes of pinned
     # memory, one compiles a single graph for minutes.
     offload = ["--against", "torch,offload", "--rounds", "10", "--time-limit", "120"]
     heavyball = ["--against", "heavyball", "--rounds", "10", "--time-limit", "240"]
     models = {
-        "gpt2-124m": ["--model", "gpt2-124m", "--against", PEERS, *ways],
-        "llama-1b": ["--model", "llama-1b", "--against", PEERS, *ways],
+        "gpt2-124m": ["--model", "gpt2-124m", "--against", PEERS, *in_ways],
+        "llama-1b": ["--model", "llama-1b", "--against", PEERS, *in_ways],
         "training": ["--training", "--layers", "12", "--tokens", "4096", "--rounds", "20"],
         "gpt2-124m-offload": ["--model", "gpt2-124m", *offload],
         "gpt2-124m-heavyball": ["--model", "gpt2-124m", *heavyball],
@@ -80,11 +77,11 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
         models = dict.fromkeys(models, small)
         one = ["--recipes", "bf16-stochastic", "--layers", "1", "--tokens", "8", "--rounds", "1"]
         models["training"] = ["--training", *one]
-    workers = min(16, os.cpu_count() or 1) if device != "cpu" else 2
+    workers = ["-n", "auto", "--maxprocesses", "16" if device != "cpu" else "2"]
     found = {
         "selftest": [*python, *check, "--json", "selftest.json"],
         "tests": [
-            *(*python, "pytest", "-v", "-n", str(workers), "-m", "gpu"),
+            *(*python, "pytest", "-v", *workers, "-m", "gpu"),
             # pytest-benchmark, where it is installed, warns of xdist, and warnings are errors.
             *("--durations", "20", "-p", "no:cacheprovider", "-p", "no:benchmark"),
             *("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")),
@@ -97,9 +94,9 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def source_key(part: str, command: Sequence[str]) -> str:
+def source_key(part: str, command: Sequence[str], torch_version: str) -> str:
     """Return a digest of all sources that a part's result depends on, committed or not."""
-    digest = hashlib.blake2b(shown(command).encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{torch_version} {shown(command)}".encode(), digest_size=16)
     for room in ALL if part == "tests" else CORE:
         place = ROOT / room
         files = [place] if place.is_file() else sorted(place.rglob("*"))
@@ -131,7 +128,14 @@ def folder_for(results: Path, gpu: str, keys: Mapping[str, str]) -> Path:
         parts = _state(each).get("parts", {})
         if any(parts.get(part, {}).get("source") == key for part, key in keys.items()):
             return each
-    return results / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}"
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    # The record of another tree, measured on the same day, stays.
+    names = (f"{today}-{number}-{name}" for number in itertools.count(2))
+    return next(
+        folder
+        for each in itertools.chain([f"{today}-{name}"], names)
+        if not (folder := results / each).exists()
+    )
 
 
 def _state(folder: Path) -> dict[str, Any]:
@@ -169,7 +173,7 @@ def run(
         Whether all parts have succeeded now.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"commit": commit(), "parts": _state(folder).get("parts", {})}
+    state = {"parts": _state(folder).get("parts", {})}
     right = True
     for name, command in parts.items():
         before = state["parts"].get(name, {})
@@ -182,7 +186,10 @@ def run(
             right = False
             continue
         print(f"{name}: {shown(command)}", flush=True)
-        facts: dict[str, Any] = {"command": shown(command), "source": keys[name]}
+        facts = {"command": shown(command), "source": keys[name], "commit": commit()}
+        if "--json" in command:
+            # If this run fails, the figures of another one must not be taken for its own.
+            (folder / command[command.index("--json") + 1]).unlink(missing_ok=True)
         start = time.perf_counter()
         # Recorded when it starts, too: something may kill this process.
         for status in ("under way", None):
@@ -198,6 +205,9 @@ def run(
         if status != 0:
             text = (folder / f"{name}.txt").read_text(errors="replace")
             print(f"... the end of {folder / name}.txt:\n{text[-SHOWN:]}", flush=True)
+    if archive is not None and not archive.exists():
+        # All parts were done before.
+        pack(folder, archive)
     return right
 
 
@@ -241,73 +251,6 @@ def pack(folder: Path, archive: Path) -> None:
     new.replace(archive)
 
 
-def table(results: Path) -> str:
-    """Return the README's tables: one for each record of a GPU, with a row for each optimizer."""
-    tables = [_table_of(folder) for folder in sorted(results.glob("*"), reverse=True)]
-    nothing = "No GPU has been measured yet: `make gpu` measures one and writes this table."
-    return "\n\n".join(filter(None, tables)) or nothing
-
-
-def _table_of(folder: Path) -> str | None:
-    """The table of one record, fastest first; the rows of other ways to step are left out."""
-    rows: dict[str, dict[str, Any]] = {}
-    models: dict[str, None] = {}
-    device = None
-    for record in _measured_in(folder):
-        if record.get("device_type") != "cuda":
-            continue
-        device = record["hardware"]["device"]
-        models[record["model"]] = None
-        for row in record["results"]:
-            if row["name"].rpartition(", ")[2] not in WAYS:
-                # The baseline is in every record, and the first counts.
-                rows.setdefault(row["name"], {}).setdefault(record["model"], row)
-    if device is None:
-        return None
-    head = [f"AdamW on an [{device}](examples/results/{folder.name})"]
-    for model in models:
-        head += [f"{model}, ms", "to torch fused"]
-    lines = [f"| {' | '.join([*head, 'bytes each'])} |", "|---" + "|---:" * len(head) + "|"]
-    for name, found in sorted(rows.items(), key=lambda item: _times(item[1], models)):
-        cells = [name]
-        for model in models:
-            row = found.get(model)
-            cells += map(_three_digits, (row["ms"], row["ratio"])) if row else ("-", "-")
-        first = next(iter(found.values()))
-        lines.append(f"| {' | '.join([*cells, format(first['bytes_per_parameter'], '.2f')])} |")
-    return "\n".join(lines)
-
-
-def _three_digits(times: Mapping[str, float]) -> str:
-    return f"{times['median']:#.3g}".removesuffix(".")
-
-
-def _measured_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records of timed steps in a folder: of benchmarks, then of the selftest."""
-    for file in sorted(folder.glob("bench-*.json")):
-        yield json.loads(file.read_text())
-    selftest = folder / "selftest.json"
-    if selftest.exists():
-        yield from json.loads(selftest.read_text())["speed"]
-
-
-def _times(found: Mapping[str, Any], models: Iterable[str]) -> list[float]:
-    return [found[model]["ms"]["median"] if model in found else math.inf for model in models]
-
-
-def written_into(readme: str, lines: str) -> str:
-    """Return the README with another table between the two marks.
-
-    Raises:
-        ValueError: the marks are not there exactly once each and in this order.
-    """
-    before, mark, rest = readme.partition(BEGIN)
-    _, other, after = rest.partition(END)
-    if not mark or not other or BEGIN in after or END in after:
-        raise ValueError(f"README.md must have {BEGIN!r} once and {END!r} once after it")
-    return f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}"
-
-
 def gpu_test_files() -> list[str]:
     """Return the core's test files that need a GPU, according to their name or text."""
     found = []
@@ -331,13 +274,10 @@ def main() -> int:
     parser.add_argument(
         "--archive", type=Path, help="pack the record into this file after each part"
     )
-    parser.add_argument("--table", action="store_true", help="only write the README's table anew")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
-    readme = ROOT / "README.md"
-    if options.table:
-        readme.write_text(written_into(readme.read_text(), table(RESULTS)))
-        return 0
+    if options.archive is not None and not options.archive.absolute().parent.is_dir():
+        parser.error(f"--archive {options.archive} is in a folder that does not exist")
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -347,7 +287,7 @@ def main() -> int:
         if unknown := set(wanted) - parts.keys():
             parser.error(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
         parts = {name: parts[name] for name in parts if name in wanted}
-    keys = {name: source_key(name, command) for name, command in parts.items()}
+    keys = {name: source_key(name, command, torch.__version__) for name, command in parts.items()}
     if device == "cpu":
         print("no GPU: a rehearsal on the CPU, smaller, with the gpu tests skipped; no README")
         folder = ROOT / "build" / "gpu-rehearsal"
@@ -360,8 +300,7 @@ def main() -> int:
         print("interrupted; the same command goes on with the part that was running")
         return 130
     if device != "cpu":
-        readme.write_text(written_into(readme.read_text(), table(RESULTS)))
-        print("README.md: the table of GPUs is written")
+        gpu_table.main()
     print(
         "all parts are done" if right else "not all parts are right; the same command tries again"
     )

@@ -106,7 +106,7 @@ def test_a_replayed_graph_takes_the_steps_that_calls_would(recipe):
 def test_gradients_made_inside_of_the_capture_are_those_of_each_replay():
     models = []
     for _ in range(2):
-        # Not loaded from one another: the master of the bias starts from the weights before the cast.
+        # Not loaded from one another: a master starts from the weights before the cast.
         torch.manual_seed(0)
         models.append(torch_bf16.cast_model(torch.nn.Linear(64, 64).cuda()))
     optimizers = [torch_bf16.AdamW(m.named_parameters(), lr=1e-2, capturable=True) for m in models]

@@ -1,5 +1,6 @@
-"""`make gpu`: each part once for a source tree, its folder, and the README's table."""
+"""`make gpu`: each part once for a source tree, and its folder."""
 
+import argparse
 import json
 import signal
 import sys
@@ -10,16 +11,9 @@ from pathlib import Path
 import gpu_record
 import pytest
 
+from torch_bf16.tools.bench import command
+
 ROOT = Path(__file__).parents[2]
-ROW = {
-    "name": "bf16-stochastic",
-    "ms": {"median": 0.5},
-    "ratio": {"median": 0.55},
-    "share_of_copy": 0.93,
-    "bytes_per_parameter": 8.02,
-}
-
-
 TREE = {"one": "tree", "two": "tree"}
 
 
@@ -74,7 +68,7 @@ def test_a_mended_test_leaves_the_other_parts_as_they_are(monkeypatch, tmp_path)
     monkeypatch.setattr(gpu_record, "ALL", ("kernels", "tests"))
 
     def keys():
-        return [gpu_record.source_key(name, ["python"]) for name in ("tests", "selftest")]
+        return [gpu_record.source_key(name, ["python"], "2.11") for name in ("tests", "selftest")]
 
     found = [keys()]
     (tmp_path / "tests" / "test_it.py").write_text("pass")
@@ -167,59 +161,25 @@ def test_a_tree_goes_on_in_the_folder_where_it_was_begun(tmp_path):
     other = gpu_record.folder_for(tmp_path, "NVIDIA H200", {"one": "other"})
     assert other != begun
     assert other.name.endswith("-nvidia-h200")
+    other.mkdir()
+    next_one = gpu_record.folder_for(tmp_path, "NVIDIA H200", {"one": "other"})
+    assert not next_one.exists()
+    assert next_one.name.endswith("-2-nvidia-h200")
 
 
-def recorded(folder, device="cuda", model="gpt2-124m", rows=(ROW,)):
-    folder.mkdir(exist_ok=True)
-    record = {"device_type": device, "hardware": {"device": "H200"}, "model": model}
-    record["results"] = rows
-    (folder / f"bench-{model}.json").write_text(json.dumps(record))
-    return record
+def test_a_part_that_fails_leaves_no_figures_of_an_earlier_run(tmp_path):
+    (tmp_path / "figures.json").write_text("{}")
+    assert not gpu_record.run(
+        tmp_path, {"one": [*part(tmp_path, 1), "--json", "figures.json"]}, {"one": "new"}
+    )
+    assert not (tmp_path / "figures.json").exists()
 
 
-def test_the_table_has_the_rows_of_gpus_and_no_others(tmp_path):
-    assert gpu_record.table(tmp_path).startswith("No GPU has been measured yet")
-    recorded(tmp_path / "2026-01-01-cpu", "cpu")
-    assert gpu_record.table(tmp_path).startswith("No GPU has been measured yet")
-    recorded(tmp_path / "2026-01-02-h200")
-    lines = gpu_record.table(tmp_path).splitlines()
-    assert "[H200](examples/results/2026-01-02-h200)" in lines[0]
-    assert lines[2:] == ["| bf16-stochastic | 0.500 | 0.550 | 8.02 |"]
-    again = (tmp_path / "2026-01-02-h200" / "bench-gpt2-124m.json").read_text()
-    (tmp_path / "2026-01-02-h200" / "bench-y.json").write_text(again)
-    assert gpu_record.table(tmp_path).splitlines() == lines
-    assert len(lines[0].split("|")) == len(lines[1].split("|")) == len(lines[2].split("|"))
-
-
-def test_the_table_has_a_row_for_each_optimizer_the_fastest_first(tmp_path):
-    slow = {**ROW, "name": "slow", "ms": {"median": 107.4}, "ratio": {"median": 12}}
-    moved = {**ROW, "name": "slow, moved"}
-    folder = tmp_path / "2026-01-02-h200"
-    recorded(folder, rows=[slow, moved])
-    large = recorded(folder, model="llama-1b")
-    (folder / "selftest.json").write_text(json.dumps({"speed": [{**large, "model": "gpt2-124m"}]}))
-    assert gpu_record.table(tmp_path).splitlines()[2:] == [
-        "| bf16-stochastic | 0.500 | 0.550 | 0.500 | 0.550 | 8.02 |",
-        "| slow | 107 | 12.0 | - | - | 8.02 |",
-    ]
-
-
-def test_the_table_takes_the_place_of_what_is_between_the_marks():
-    readme = f"before\n{gpu_record.BEGIN}\nold\n{gpu_record.END}\nafter\n"
-    found = gpu_record.written_into(readme, "new")
-    assert found == f"before\n{gpu_record.BEGIN}\n\nnew\n\n{gpu_record.END}\nafter\n"
-    assert gpu_record.written_into(found, "new") == found
-
-
-@pytest.mark.parametrize("readme", ["", gpu_record.BEGIN, gpu_record.END + gpu_record.BEGIN])
-def test_a_readme_without_the_marks_is_refused(readme):
-    with pytest.raises(ValueError, match=r"README\.md must have"):
-        gpu_record.written_into(readme, "new")
-
-
-def test_the_readme_has_the_table_of_the_records():
-    readme = (ROOT / "README.md").read_text()
-    assert gpu_record.written_into(readme, gpu_record.table(gpu_record.RESULTS)) == readme
+def test_an_archive_is_made_if_all_parts_were_done_before(tmp_path):
+    parts, archive = {"one": part(tmp_path, 0)}, tmp_path / "record.tar.gz"
+    assert gpu_record.run(tmp_path, parts, TREE)
+    assert gpu_record.run(tmp_path, parts, TREE, archive=archive)
+    assert archive.exists()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -227,6 +187,14 @@ def test_every_part_has_a_limit(device, monkeypatch):
     monkeypatch.undo()
     parts = gpu_record.parts_for(device, gpu_record.gpu_test_files())
     assert parts.keys() == gpu_record.LIMITS.keys()
+    for name, (_, _, _, kind, *options) in parts.items():
+        if kind == "bench":
+            # What would be refused there is refused here.
+            parser = argparse.ArgumentParser()
+            command.add_bench_arguments(parser)
+            on_cpu = [each.replace("cuda", "cpu") for each in options]
+            command._settle(parser.parse_args(on_cpu))
+        assert kind == "bench" or name in ("selftest", "tests")
 
 
 def test_the_files_with_gpu_tests_are_found(request):

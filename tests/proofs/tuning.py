@@ -305,6 +305,7 @@ def main() -> int:
     if options.compile:
         record["compiled"] = show_compiled(options.compile, options.recipes, options.verify)
     else:
+        # With its number, which torch.cuda.set_device needs.
         device = torch.device("cpu" if options.rehearse else "cuda:0")
         models = {name: MODELS[name] for name in options.models}
         if options.rehearse:

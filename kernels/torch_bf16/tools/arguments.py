@@ -90,7 +90,7 @@ def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:
     if not isinstance(output, Path) or not output.exists():
         return
     for each in filter(None, inputs):
-        files = [path for path in (each, f"{each}".rpartition(":")[0]) if path]
+        files = each, f"{each}".rpartition(":")[0]
         if any(os.path.exists(path) and output.samefile(path) for path in files):
             raise ValueError(
                 f"{output} is also what would be read, and would be overwritten: give another name "

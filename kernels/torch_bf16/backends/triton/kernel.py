@@ -221,8 +221,8 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
     numbers, packs = len(variant.formats), architecture >= 100
     mixed = {2, 4} <= sizes and numbers > 2
     # With 80 registers six programs share a multiprocessor. Variants that pack bytes or hold much
-    # at once would spill: with more registers five or four programs share it. With blocks a few
-    # spills cost less than waiting: on an H200 five programs are 1.3 times as fast as three.
+    # at once would spill: with more registers five or four programs share it. With two numbers in
+    # blocks a few spill nevertheless, but on an H200 five programs are 1.3 times as fast as three.
     holds_more = n_scalars > 9 or variant.rule.statistic is not None
     large = mixed or 1 in sizes or numbers + packs > 4 or holds_more
     registers = 128 if (mixed or in_blocks) and packs else 96 if large else 80

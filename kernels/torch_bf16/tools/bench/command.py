@@ -288,7 +288,7 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     found = [each for each in found if each.installed]
     baseline = known[options.baseline]
     more = in_ways((baseline, *recipes), options.ways)
-    # Ours beside the baseline, so that a run that is interrupted, or needs several groups, has them.
+    # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
     return list(chosen.values()), missing, options.baseline
 

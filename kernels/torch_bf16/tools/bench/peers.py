@@ -166,6 +166,15 @@ PEERS: dict[str, Peer] = {
                 "optimi:AdamW",
                 estimate=10,
             ),
+            # By default, it says; but version 0.3.3 does not know parameters, and loops.
+            Entry(
+                "optimi Kahan, Triton",
+                "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+                "optimi:AdamW",
+                estimate=10,
+                options={"triton": True},
+                only_on="cuda",
+            ),
         ),
     ),
     "bitsandbytes": Peer(

@@ -170,9 +170,10 @@ def measure(
                 measured.failures.setdefault(each.name, "the run was interrupted before its turn")
     elif clock.counts_launches:
         # Last, because a profiler that has run may leave launches slower.
-        progress("counting launches")
-        for result in measured.results:
-            result.launches = _launches(result.entry, shapes, clock, first_seconds)
+        progress("counting launches, which Ctrl-C ends")
+        with suppress(KeyboardInterrupt):
+            for result in measured.results:
+                result.launches = _launches(result.entry, shapes, clock, first_seconds)
     return measured
 
 
