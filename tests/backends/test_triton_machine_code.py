@@ -32,8 +32,14 @@ from triton_variants import (
 from torch_bf16.backends.triton import _NEEDED_ON_ROCM
 from torch_bf16.backends.triton.arithmetic import _exp, _log, _power
 from torch_bf16.backends.triton.scalars import OPTIONS
+from torch_bf16.rules import ADAMW
 
-VARIANTS = all_variants()
+# Gradients are decoded apart from the rule: in fp32 those of one rule are enough.
+VARIANTS = {
+    name: each
+    for name, each in all_variants().items()
+    if each.gradient_dtype == torch.bfloat16 or each.rule is ADAMW
+}
 ROOTS_FLUSH = tuple(int(part) for part in triton.__version__.split(".")[:2]) < _NEEDED_ON_ROCM
 STOCHASTIC = "adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"
 EXACT = "adamw_bf16_plus_16_fp32_fp32_bfloat16"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import lightning
 import lightning_demo
@@ -26,6 +28,8 @@ class _Save(lightning.Callback):
         trainer.save_checkpoint(self.folder / f"{self.mode}-{STEPS}.ckpt")
 
 
+# Our modes store the same either way, and many CPUs are slow at products in bf16.
+@mock.patch.dict(os.environ, BF16_COMPUTE="fp32")
 def train(folder: Path, lr: float) -> None:
     """Write ``MODE-0.ckpt`` and ``MODE-120.ckpt`` of each precision."""
     corpus = load_corpus(300_000)
