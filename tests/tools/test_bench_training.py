@@ -7,6 +7,7 @@ import torch
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import command, memory, training
+from torch_bf16.tools.bench.clock import CpuClock
 from torch_bf16.tools.bench.training import BASELINE, PHASES
 
 TINY = ["bench", "--training", "--layers", "1", "--tokens", "8", "--rounds", "2", "--threads", "1"]
@@ -57,6 +58,25 @@ def test_rows_compute_in_what_they_are_called():
     distances = [abs(each.loss - fp32.loss) for each in (mixed, ours, ours_in_fp32)]
     assert max(distances) < 0.05
     assert len({each.loss for each in (fp32, mixed, ours, ours_in_fp32)}) == 4
+
+
+def test_the_peak_of_a_step_is_counted_where_the_allocator_knows_it(monkeypatch):
+    asked = []
+
+    class Counting(CpuClock):
+        def allocated(self):
+            return 1000 * len(asked)
+
+        def start_peak(self):
+            asked.append("start")
+
+        def peak(self):
+            return 1000 * len(asked) + 4000
+
+    monkeypatch.setattr(training, "clock_for", Counting)
+    rows = training.every_row(["bf16-stochastic"])[:2]
+    assert [each.peak for each in training.time_rows(rows, 1, 8, CPU, 1)] == [5000, 5000]
+    assert asked == ["start"] * 2
 
 
 def test_peaks_of_another_process_are_those_of_its_second_call():

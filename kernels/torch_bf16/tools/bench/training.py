@@ -104,12 +104,15 @@ class Timed:
         seconds: seconds of each phase, one number for each round.
         parameters: the number of parameters.
         loss: the loss of the last step.
+        peak: bytes held at the peak of a step, activations included; None on a CPU, where another
+            process measures it.
     """
 
     row: Row
     seconds: dict[str, list[float]] = field(default_factory=lambda: {each: [] for each in PHASES})
     parameters: int = 0
     loss: float = float("nan")
+    peak: int | None = None
 
     @property
     def totals(self) -> np.ndarray:
@@ -166,6 +169,7 @@ def _three_steps(row: Row, layers: int, tokens: int) -> None:
 
 class _Training:
     def __init__(self, row: Row, layers: int, tokens: int, clock: Clock) -> None:
+        before = clock.allocated()
         torch.manual_seed(0)
         model = _GPT2(layers, tokens).to(clock.device)
         self.timed = Timed(row, parameters=sum(p.numel() for p in model.parameters()))
@@ -182,6 +186,12 @@ class _Training:
             self._clip = partial(clip_next_step, optimizer, 1.0)
         self._model, self._optimizer = model, optimizer
         self._ids = torch.randint(0, _VOCABULARY, (1, tokens + 1)).to(clock.device)
+        if before is not None:
+            self.step(clock, False)
+            # Memory that making the states needed for a moment is not part of a training run.
+            clock.start_peak()
+            self.step(clock, False)
+            self.timed.peak = (clock.peak() or 0) - before
 
     def step(self, clock: Clock, timed: bool) -> None:
         times = [self._now(clock)]

@@ -20,9 +20,9 @@ __all__ = ["training_record", "training_table"]
 _LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
 time of {base!r} in the same round. Then each phase: median ms, and its ratio to the same phase of
-{base!r}. peak: bytes per parameter at the peak of a process of its own that made the model in fp32
-and took three steps, activations included. Gradients reach the optimizer in the dtype of the
-weights: bfloat16 in ours, float32 in torch's."""
+{base!r}. peak: bytes per parameter, activations included: on a CPU at the peak of a process of its
+own that made the model in fp32 and took three steps, on a GPU at the peak of a step. Gradients
+reach the optimizer in the dtype of the weights: bfloat16 in ours, float32 in torch's."""
 
 
 def training_record(
@@ -38,7 +38,7 @@ def training_record(
         timed: the measured rows, the baseline first.
         setting: the run's setting: command, layers, tokens, threads, rounds.
         device: the device that it ran on.
-        peaks: peak bytes by the row's name.
+        peaks: peak bytes by the row's name, where they were not measured with the steps.
         product_ratio: time of bf16 matrix products over that of fp32 ones; None on a GPU.
     """
     return {
@@ -49,7 +49,7 @@ def training_record(
         "hardware": hardware(device),
         "versions": versions(),
         "bf16_product_ratio": product_ratio,
-        "results": [_row(each, timed[0], peaks.get(each.row.name)) for each in timed],
+        "results": [_row(each, timed[0], peaks.get(each.row.name, each.peak)) for each in timed],
     }
 
 
