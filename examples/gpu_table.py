@@ -25,11 +25,12 @@ WAYS = ("moved", "graph", "zero-rows")
 
 def tables(results: Path) -> str:
     """Return a table for each GPU that was measured."""
+    measured = [(folder, [*_records(folder)]) for folder in filter(Path.is_dir, results.iterdir())]
+    measured = [(folder, records) for folder, records in measured if records]
+    measured.sort(key=lambda each: each[1][0]["date"], reverse=True)
     newest: dict[str, str] = {}
-    for folder in sorted(filter(Path.is_dir, results.iterdir()), reverse=True):
-        records = [*_records(folder)]
-        if records:
-            newest.setdefault(records[0]["hardware"]["device"], _table(folder, records))
+    for folder, records in measured:
+        newest.setdefault(records[0]["hardware"]["device"], _table(folder, records))
     nothing = "No GPU has been measured yet: `make gpu` measures one and writes this table."
     return "\n\n".join(newest.values()) or nothing
 

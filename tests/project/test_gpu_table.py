@@ -21,7 +21,7 @@ OURS = row("bf16-stochastic", 0.5, 0.55)
 
 def record(rows, model="gpt2-124m", device="H200", **changes):
     kind = {"device_type": "cuda", "rules": "AdamW", "baseline": "torch fused fp32"}
-    what = {"model": model, "hardware": {"device": device}, "results": rows}
+    what = {"model": model, "hardware": {"device": device}, "results": rows, "date": "2026-01-01"}
     return {**kind, **what, **changes}
 
 
@@ -75,12 +75,12 @@ def test_the_benchmark_of_the_model_counts_before_its_other_parts_and_the_selfte
 
 
 def test_the_newest_record_of_each_gpu_counts(tmp_path):
-    for number, device in enumerate(["H200", "A100", "H200"]):
-        rows = [row("ours", number + 1, 0.5)]
-        write(tmp_path / f"2026-01-0{number}-x" / "bench-x.json", record(rows, device=device))
+    for minute, (folder, device) in enumerate([("b", "H200"), ("c", "A100"), ("a", "H200")]):
+        of_it = record([OURS], device=device, date=f"2026-01-01 10:0{minute} UTC")
+        write(tmp_path / folder / "bench-x.json", of_it)
     newest, other = gpu_table.tables(tmp_path).split("\n\n")
-    assert "2026-01-02-x" in newest
-    assert "2026-01-01-x" in other
+    assert "(examples/results/a)" in newest
+    assert "(examples/results/c)" in other
 
 
 def test_what_cannot_be_read_is_named_and_left_out(tmp_path, capsys):
