@@ -80,12 +80,15 @@ class WorkingCopy:
         """
         masters = (self.state[key] for key in self.weights.plane_names("")[1:])
         planes = [local(each).detach() for each in (self.parameter, *masters)]
-        weight = nn.Parameter(self._whole(self.weights.decode(planes)).clone())
+        decoded = self._whole(self.weights.decode(planes))
+        # Decoding what is fp32 copies nothing.
+        weight = nn.Parameter(decoded.clone() if decoded is planes[0] else decoded)
         if scale is None or self.is_idle:
             return weight
         gradient = self.shard.gradient().detach()
         # A copy, because steps may use the gradient's memory for their results.
-        weight.grad = self._whole(gradient.to(torch.float32, copy=True).mul_(scale))
+        gradient = gradient.to(torch.float32, copy=True)
+        weight.grad = self._whole(gradient if scale == 1 else gradient.mul_(scale))
         return weight
 
     def decode_states(self) -> dict[str, Any]:
