@@ -166,7 +166,8 @@ PEERS: dict[str, Peer] = {
                 "optimi:AdamW",
                 estimate=10,
             ),
-            # By default, it says; but version 0.3.3 does not know parameters, and loops.
+            # Its default, it says; but with torch 2.11 version 0.3.3 takes no nn.Parameter for a
+            # tensor that its kernels can update, and loops.
             Entry(
                 "optimi Kahan, Triton",
                 "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
