@@ -235,6 +235,15 @@ class Wraps(torch.optim.Optimizer):
         self.base.step()
 
 
+class Ascends(Wraps):
+    """Climbs to a worse place first, as SAM does."""
+
+    def first_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad)
+
+
 class WrapsBesideTheModel(Wraps):
     """The same, with the parameters in an attribute, too, as WSAM keeps its model."""
 
@@ -328,6 +337,7 @@ REFUSED = {
     "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
     "layer-wise by parameter": (DummyOptimizer, "its step does nothing"),
     "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
+    "wrapper that ascends": (Ascends, r"left as it is; but what its first_step .*exact_weights"),
     "wrapper beside the model": (WrapsBesideTheModel, r"optimizer, SGD, .*convert\(optimizer.base"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
     "rates by id": (RatesById, r"looks up parameters, or their id\(\), in its attribute rates"),

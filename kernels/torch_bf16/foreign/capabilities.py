@@ -121,7 +121,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             return (
                 f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
                 f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, model=model) "
-                "converts that one, and the wrapper is then left as it is"
+                "converts that one, and the wrapper is then left as it is" + _of_ascent(optimizer)
             )
     for name, inner in kept:
         if inner is optimizer:
@@ -139,6 +139,16 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             "them, without it; `state` is the place for what belongs to a parameter"
         )
     return looks_up(attributes, optimizer.param_groups, parameters)
+
+
+def _of_ascent(wrapper: torch.optim.Optimizer) -> str:
+    """What bf16 does to an implementation of SAM, which most name their methods like this."""
+    if not callable(getattr(wrapper, "first_step", None)):
+        return ""
+    return (
+        "; but what its first_step adds to bf16 weights is rounded to nearest, in a large model "
+        "most of it away: add it to the fp32 numbers of torch_bf16.exact_weights(model, optimizer)"
+    )
 
 
 def _attribute_of_parameters(optimizer: torch.optim.Optimizer) -> str | None:
