@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ import torch_bf16
 from torch_bf16 import numerics
 from torch_bf16.tools import output
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 matplotlib.use("svg")
+import gpu_table
+from gpu_table import RESULTS
 from matplotlib import pyplot
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "examples" / "results"
 FOLDER = Path(__file__).parent / "figures"
 STYLES = {
     "light": {"ink": "#24292f", "grid": "#d0d7de"},
@@ -220,17 +222,11 @@ def learning_rates(axes: Any) -> None:
 
 def gpu_steps(axes: Any) -> None:
     """How long an AdamW step over a billion parameters takes on a GPU."""
-    folder = RESULTS / "2026-11-26-nvidia-h200"
-    records = [json.loads((folder / "bench-llama-1b.json").read_text())]
-    records += json.loads((folder / "selftest.json").read_text())["speed"]
-    times: dict[str, float] = {}
-    ours: set[str] = set()
-    for record in (each for each in records if each["model"] == "llama-1b"):
-        ours.update(record["ours"])
-        for row in record["results"]:
-            if ", " not in row["name"]:
-                times.setdefault(row["name"], row["ms"]["median"])
+    records = [*gpu_table.records_in(RESULTS / "2026-11-26-nvidia-h200")]
+    rows = gpu_table.rows_of(each for each in records if each["model"] == "llama-1b")
+    times = {name: found["llama-1b"]["ms"]["median"] for name, found in rows.items()}
     names = sorted(times, key=times.__getitem__)
+    ours = {name for record in records for name in record["ours"]} & {*names}
     of_torch = {name for name in names if name.startswith("torch fused")}
     groups = {
         "this package": (STOCHASTIC, ours),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ WAYS = ("moved", "graph", "zero-rows")
 
 def tables(results: Path) -> str:
     """Return a table for each GPU that was measured."""
-    measured = [(folder, [*_records(folder)]) for folder in filter(Path.is_dir, results.iterdir())]
-    measured = [(folder, records) for folder, records in measured if records]
+    found = ((folder, [*records_in(folder)]) for folder in filter(Path.is_dir, results.iterdir()))
+    measured = [(folder, records) for folder, records in found if records]
     measured.sort(key=lambda each: each[1][0]["date"], reverse=True)
     newest: dict[str, str] = {}
     for folder, records in measured:
@@ -35,7 +35,7 @@ def tables(results: Path) -> str:
     return "\n\n".join(newest.values()) or nothing
 
 
-def _records(folder: Path) -> Iterator[dict[str, Any]]:
+def records_in(folder: Path) -> Iterator[dict[str, Any]]:
     """The records of AdamW's steps on a GPU in a folder: benchmarks, then a selftest that passed.
 
     Of a row that several of them have, the first counts. By stem, because that of a part such as
@@ -64,14 +64,19 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _table(folder: Path, records: list[dict[str, Any]]) -> str:
-    """A row for each optimizer, the fastest first; other ways to step are left out."""
-    models = list(dict.fromkeys(record["model"] for record in records))
+def rows_of(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the row of each optimizer for each model; other ways to step are left out."""
     rows: dict[str, dict[str, Any]] = {}
     for record in records:
         for row in record["results"]:
             if row["name"].rpartition(", ")[2] not in WAYS:
                 rows.setdefault(row["name"], {}).setdefault(record["model"], row)
+    return rows
+
+
+def _table(folder: Path, records: list[dict[str, Any]]) -> str:
+    """A row for each optimizer, the fastest first."""
+    models, rows = list(dict.fromkeys(record["model"] for record in records)), rows_of(records)
     device = records[0]["hardware"]["device"] or "GPU"
     head = [f"AdamW: [{device}](examples/results/{folder.name})"]
     for model in models:
