@@ -54,6 +54,11 @@ class Clock:
         """Most bytes held since :meth:`start_peak`."""
         return None
 
+    def peak_beside(self, before: int | None) -> int | None:
+        """:meth:`peak` less what was :meth:`allocated` before; None if only the system knows."""
+        peak = self.peak()
+        return None if peak is None or before is None else peak - before
+
     def launches(self, step: Callable[[], object]) -> dict[str, int] | None:
         """Kernels, copies and fills that one step launches; None if they cannot be counted."""
         return None

@@ -53,8 +53,7 @@ class Running:
         clock.start_peak()
         self._step()
         self._step()
-        peak = clock.peak()
-        self.peak = None if peak is None or before is None else peak - before
+        self.peak = clock.peak_beside(before)
         if any(parameter.grad is None for parameter in parameters):
             raise RuntimeError("its step removes the gradients, so the next one has nothing to do")
         if torch.equal(sample, at_first):

@@ -191,7 +191,7 @@ class _Training:
             # Memory that making the states needed for a moment is not part of a training run.
             clock.start_peak()
             self.step(clock, False)
-            self.timed.peak = (clock.peak() or 0) - before
+            self.timed.peak = clock.peak_beside(before)
 
     def step(self, clock: Clock, timed: bool) -> None:
         times = [self._now(clock)]
