@@ -89,8 +89,7 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
         ],
     }
     for name, options in models.items():
-        file = "training.json" if name == "training" else f"bench-{name}.json"
-        found[name] = [*python, *bench, *options, "--json", file]
+        found[name] = [*python, *bench, *options, "--json", f"bench-{name}.json"]
     return found
 
 
@@ -108,7 +107,13 @@ def source_key(part: str, command: Sequence[str], torch_version: str) -> str:
 
 def shown(command: Sequence[str]) -> str:
     """Return a command line as it is typed in the root of the tree."""
-    return shlex.join(["python", *command[1:]]).replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+    return without_places(shlex.join(["python", *command[1:]]))
+
+
+def without_places(text: str) -> str:
+    """Return a text without the folders in which this tree and this Python happen to be."""
+    text = text.replace(sys.executable, "python")
+    return text.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
 
 
 def commit() -> str | None:
@@ -198,13 +203,14 @@ def run(
             seconds = round(time.perf_counter() - start, 1)
             state["parts"][name] = {**facts, "status": status, "seconds": seconds}
             (folder / "run.json").write_text(json.dumps(state, indent=2) + "\n")
+        output = folder / f"{name}.txt"
+        output.write_text(without_places(output.read_text(errors="replace")))
         if archive is not None:
             pack(folder, archive)
         right = right and status == 0
         print(f"{name}: {'ok' if status == 0 else f'failed ({status})'}, {seconds} s", flush=True)
         if status != 0:
-            text = (folder / f"{name}.txt").read_text(errors="replace")
-            print(f"... the end of {folder / name}.txt:\n{text[-SHOWN:]}", flush=True)
+            print(f"... the end of {output}:\n{output.read_text()[-SHOWN:]}", flush=True)
     if archive is not None and not archive.exists():
         # All parts were done before.
         pack(folder, archive)

@@ -50,8 +50,14 @@ def test_parts_run_the_packages_of_this_tree(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     script = "import accelerate_bf16 as a, torch_bf16 as t; print(a.__file__, t.__file__)"
     assert gpu_record.run(tmp_path, {"one": [sys.executable, "-c", script]}, TREE)
-    found = [Path(each) for each in (tmp_path / "one.txt").read_text().split()]
-    assert all(each.is_relative_to(ROOT) for each in found)
+    found = [ROOT / each for each in (tmp_path / "one.txt").read_text().split()]
+    assert all(each.is_relative_to(ROOT) and each.exists() for each in found)
+
+
+def test_what_a_part_said_names_no_folder_of_this_machine(tmp_path):
+    script = f"import sys; print('rootdir: {ROOT}', '{ROOT}/tests/x.py', sys.executable)"
+    assert gpu_record.run(tmp_path, {"one": [sys.executable, "-c", script]}, TREE)
+    assert (tmp_path / "one.txt").read_text() == "rootdir: . tests/x.py python\n"
 
 
 def test_a_part_of_other_sources_is_run_again_and_no_other(tmp_path):
