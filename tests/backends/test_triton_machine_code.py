@@ -66,12 +66,12 @@ def whole_blocks(variant, folder, target="sm_90"):
     return opcodes, elements, [sass.opcode(text) for text in code.instructions]
 
 
-# For sm_90 a test below compiles them; all for all targets are in tests/proofs/machine_code.py.
+# For sm_90 a test below compiles all; all for all targets are in tests/proofs/machine_code.py.
 @pytest.mark.parametrize(
     ("name", "target"),
-    [*zip(VARIANTS, itertools.cycle(["gfx942", "sm_100", "sm_80"]), strict=False)],
+    [*zip([*VARIANTS][::2], itertools.cycle(["gfx942", "sm_100", "sm_80"]), strict=False)],
 )
-def test_every_variant_compiles_for_one_more_target(name, target):
+def test_every_second_variant_compiles_for_one_more_target(name, target):
     kernel = compiled(VARIANTS[name], target)
     assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
 

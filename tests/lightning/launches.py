@@ -34,9 +34,13 @@ from torch.nn import functional as F
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from free_port import free_port
 
-FORKS = [*itertools.product(("ddp_fork", "ddp_notebook"), (*TRAINERS, *FABRICS))]
-# One package, for the sake of those who import it: the launchers' code is the same in both.
-STARTS = [("ddp_spawn", TRAINERS[0]), ("ddp_spawn", FABRICS[0]), ("ddp", TRAINERS[0])]
+# Each pair of names has one launcher: one package for each, which differ in nothing else.
+FORKS = [
+    *(("ddp_fork", each) for each in (TRAINERS[0], FABRICS[1])),
+    *(("ddp_notebook", each) for each in (TRAINERS[1], FABRICS[0])),
+]
+# Fabric spawns as it forks.
+STARTS = [("ddp_spawn", TRAINERS[0]), ("ddp", TRAINERS[0])]
 
 
 def look(folder, run, module, optimizer, steps):

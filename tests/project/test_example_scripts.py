@@ -27,8 +27,10 @@ TINY = ["--batch-size=2", "--context=16", "--width=16", "--layers=1", "--corpus-
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_an_empty_folder_and_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # Many CPUs are slow at products in bf16.
+    monkeypatch.setenv("BF16_COMPUTE", "fp32")
 
 
 def run(*command: str, environment: dict[str, str] | None = None) -> str:

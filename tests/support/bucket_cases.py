@@ -80,10 +80,12 @@ BLOCKED = [name for name, formats in LAYOUTS.items() if {"int8", "uint8"} & set(
 EVERY_RULE_AND_FORMAT = [
     (rule, f"only_{name}", gradient)
     for number, rule in enumerate(RULES)
-    for name in FORMATS
+    for place, name in enumerate(FORMATS)
     for gradient in (torch.bfloat16, torch.float32)
-    # Gradients are decoded apart from the rule: beyond the two Adams, one dtype for each rule.
-    if rule in ("adam", "adamw") or gradient == (torch.bfloat16, torch.float32)[number % 2]
+    # Formats and gradients are decoded apart from the rule: beyond the two Adams, every second
+    # format and one dtype for each rule.
+    if rule in ("adam", "adamw")
+    or ((number + place) % 2 == 0 and gradient == (torch.bfloat16, torch.float32)[number // 2 % 2])
 ]
 
 

@@ -45,8 +45,8 @@ def train(folder: Path, lr: float) -> None:
             enable_model_summary=False,
             enable_progress_bar=False,
         )
-        model = lightning_demo.LanguageModel(GPTConfig(context=32, width=64, layers=2), lr, STEPS)
-        data = batches(corpus.train, n=STEPS, seed=1, batch_size=8, context=32)
+        model = lightning_demo.LanguageModel(GPTConfig(context=16, width=64, layers=2), lr, STEPS)
+        data = batches(corpus.train, n=STEPS, seed=1, batch_size=8, context=16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.fit(model, lightning_demo.loader(data))
