@@ -126,12 +126,13 @@ PATCHES: dict[str, TorchPatch] = {
         "torch_bf16.model.blended_weights",
     ),
     "parameter_data": TorchPatch(
-        "data of torch.nn.Parameter, and of DTensor's parameters",
+        "data and copy_ of torch.nn.Parameter, and of DTensor's parameters",
         "the first step with weights='bf16+16' or 'bf16+8'",
-        "a write through p.data, which raises no version, drops the remainders of the numbers "
-        "that it changes",
+        "a write through p.data, which raises no version, or by p.copy_() drops the remainders of "
+        "the numbers that it changes, and of no others",
         "numbers written through p.data keep the remainders of the old ones, up to half a bf16 "
-        "spacing off; write under torch.no_grad(), p.copy_(...), instead",
+        "spacing off; write under torch.no_grad(), p.copy_(...), instead, which then drops all "
+        "remainders of the weight",
         "torch_bf16.engine.data_writes",
     ),
 }

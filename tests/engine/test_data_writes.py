@@ -223,6 +223,60 @@ def test_weights_that_sam_moves_and_puts_back_keep_all_low_bits():
     assert torch.equal(frozen_step(optimizer, p), before)
 
 
+def by_copy(model, average):
+    saved = model.weight.detach().clone()
+    with torch.no_grad():
+        for each in (average.weight, saved):
+            model.weight.copy_(each)
+
+
+def by_loading(model, average):
+    saved = copy.deepcopy(model.state_dict())
+    for each in (average.state_dict(), saved):
+        model.load_state_dict(each)
+
+
+def by_foreach(model, average):
+    saved = model.weight.detach().clone()
+    with torch.no_grad():
+        for each in (average.weight, saved):
+            torch._foreach_copy_([model.weight], [each])
+
+
+def moved(evaluate, dtype=torch.float32, steps=100):
+    """How far a weight moves by updates of a hundredth of a bf16 spacing, with evaluations."""
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.ones_(model.weight)
+    average = copy.deepcopy(model).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-5, weight_decay=0.0)
+    torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    for step in range(1, steps + 1):
+        model.weight.grad = torch.full_like(model.weight, -1.0)
+        optimizer.step()
+        if step % 10 == 0:
+            evaluate(model, average)
+    return optimizer.exact_weight(model.weight).mean().item() - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("evaluate", [by_copy, by_loading])
+def test_weights_that_make_room_for_an_average_and_come_back_keep_all_low_bits(evaluate, dtype):
+    assert moved(evaluate, dtype) == pytest.approx(8e-3, rel=1e-3)
+
+
+def test_a_write_that_comes_back_unseen_is_awaited_after_each_step():
+    """What comes between the first twenty steps is lost."""
+    assert moved(by_foreach) == pytest.approx(6.4e-3, rel=1e-2)
+
+
+def test_a_compiled_function_copies_into_a_weight_in_one_graph():
+    p, optimizer = make()
+    compiled = torch.compile(lambda: p.copy_(NEW), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        compiled()
+    assert torch.equal(frozen_step(optimizer, p), NEW.float())
+
+
 def test_a_write_that_counts_before_data_was_asked_for_drops_all_low_bits():
     p, optimizer = make()
     with torch.no_grad():
@@ -321,10 +375,10 @@ def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
 
 def test_the_property_can_be_taken_away_and_comes_back_with_a_plan():
     make()
-    assert "data" in vars(nn.Parameter)
+    assert {"data", "copy_"} <= vars(nn.Parameter).keys()
     data_writes.restore()
     try:
-        assert "data" not in vars(nn.Parameter)
+        assert vars(nn.Parameter).keys().isdisjoint({"data", "copy_"})
         assert nn.Parameter.data is torch.Tensor.data
     finally:
         p, optimizer = make()

@@ -1,4 +1,4 @@
-"""Detects writes through ``p.data``, which do not raise the parameter's version.
+"""Detects which numbers of a weight were written between two steps.
 
 The remainder of an exact master is valid only beside the very number that the last step wrote.
 torch counts writes to a parameter, but not writes to the tensor that ``p.data`` returns. So the
@@ -7,13 +7,17 @@ byte of each number of the weight is saved. The next step drops the remainders o
 lower byte differs, or all of them if most differ. If nobody reads ``.data``, this costs nothing.
 
 The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
-``p.data.clone()``, moves the weight, and restores it. If a weight is written in that way before
-any bytes are saved, they are saved after each step from then on, until there is a step before which
-nobody has written the weight: a program may clamp a weight after each step.
+``p.data.clone()``, moves the weight, and restores it. ``p.copy_()`` saves them, too: an evaluation
+may copy an average into the model, also by ``load_state_dict``, and then the trained weights back.
+If a weight is written in another way before any bytes are saved, they are saved after each step
+from then on, until there is a step before which nobody has written the weight: a program may clamp
+a weight after each step. If that happens twice, as with what is done once in an epoch, they are
+saved after each step for good.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -31,6 +35,7 @@ REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits are meaningless once the weight is written."""
 
 _DATA: Any = torch.Tensor.data
+_COPY: Any = torch.Tensor.copy_
 _intercepted: set[type] = set()
 # The watches of all optimizers over a parameter, by its id: torch.utils.swap_tensors refuses
 # tensors that have weak references.
@@ -39,7 +44,7 @@ _touched: WeakSet[DataWatch] = WeakSet()
 
 
 class DataWatch:
-    """The lower bytes of a weight when its ``.data`` was first accessed after an optimizer's step.
+    """The lower bytes of a weight when a program first asked to write it after a step.
 
     A watch lasts as long as that optimizer holds it.
 
@@ -52,7 +57,7 @@ class DataWatch:
         self._bytes: Tensor | None = None
         self.version = -1
         self._aliases: list[TensorWeakRef] = []
-        self._follows_writes = False
+        self._follows_writes, self._missed = False, 0
         self._others = _watches.setdefault(id(parameter), WeakSet())
         self._others.add(self)
 
@@ -76,7 +81,7 @@ class DataWatch:
         kind: Any = nn.Parameter if plain else type(parameter)
         if kind not in _intercepted:
             _intercepted.add(kind)
-            kind.data = property(_read, _assign)
+            kind.data, kind.copy_ = property(_read, _assign), _copy
         return watch or cls(parameter)
 
     def touch(self, alias: Tensor | None = None) -> None:
@@ -92,13 +97,17 @@ class DataWatch:
             self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Save the lower bytes after each step, until nobody writes the weight between steps."""
+        """Save the lower bytes after each step, until nobody writes the weight between steps.
+
+        The second time, for good: the write comes back, and each time all remainders are lost.
+        """
         self._follows_writes = True
+        self._missed += 1
         _touched.add(self)
 
     def forget_writes(self, unless: bool) -> None:
         """End :meth:`follow_writes`, unless there was a write since the last step."""
-        self._follows_writes &= unless
+        self._follows_writes &= unless or self._missed > 1
 
     def knows(self, version: int) -> bool:
         """Whether the bytes were saved while the parameter had this version, left by a step."""
@@ -192,7 +201,7 @@ def note_step(watches: Iterable[DataWatch | None]) -> None:
 
 
 def restore() -> None:
-    """Restore torch's own ``.data``; writes go unnoticed until the next plan is made.
+    """Restore torch's own ``.data`` and ``copy_``, until the next plan is made.
 
     Example:
         >>> restore()
@@ -200,7 +209,8 @@ def restore() -> None:
         False
     """
     while _intercepted:
-        del _intercepted.pop().data  # pyright: ignore[reportAttributeAccessIssue]
+        kind: Any = _intercepted.pop()
+        del kind.data, kind.copy_
 
 
 def _read(parameter: Tensor) -> Tensor:
@@ -214,3 +224,10 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
     for watch in _watches.get(id(parameter), ()):
         watch.touch()
     _DATA.__set__(parameter, value)
+
+
+@functools.wraps(_COPY)
+def _copy(parameter: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    for watch in _watches.get(id(parameter), ()):
+        watch.touch()
+    return _COPY(parameter, *args, **kwargs)

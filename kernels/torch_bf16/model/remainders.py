@@ -6,7 +6,7 @@ weights and not from the rounded ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -26,6 +26,7 @@ __all__ = [
     "find_remainders",
     "forget",
     "forget_empty",
+    "forget_written",
     "remember",
     "second_plane",
     "split",
@@ -166,16 +167,22 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
     remainder = find_remainder(shard)
     if remainder is None:
         return None
-    same = _same_bits(shard, remainder)
-    # Versions cannot be compared if another parameter has taken the place of the cast one.
-    comparable = shard.replaces_parameter == remainder.placed
-    if comparable and remainder.version != shard.version():
+    if _was_written(shard, remainder):
         return None
+    same = _same_bits(shard, remainder)
+    comparable = shard.replaces_parameter == remainder.placed
     if same is False or (same is None and not comparable and shard.version() != 0):
         return None
     memory = shard.memory.contiguous()
     bits = remainder.bits.to(memory.device)
     return _plane(memory, bits if bits.shape == memory.shape else shard.take(bits), dtype)
+
+
+def _was_written(shard: Shard, remainder: _Remainder) -> bool:
+    """Whether a write that counts has made a remainder void."""
+    # Versions cannot be compared if another parameter has taken the place of the cast one.
+    comparable = shard.replaces_parameter == remainder.placed
+    return comparable and remainder.version != shard.version()
 
 
 def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,6 +217,12 @@ def forget(*shards: Shard) -> None:
                 del owned[name]
                 if not owned:
                     del _by_owner[owner]
+
+
+def forget_written(shards: Sequence[Shard]) -> None:
+    """Free the remainders of parameters that were written since, as by a load of bf16 weights."""
+    found = zip(shards, find_remainders(shards), strict=True)
+    forget(*(shard for shard, each in found if each and _was_written(shard, each)))
 
 
 def forget_empty(parameters: Iterable[Tensor]) -> None:

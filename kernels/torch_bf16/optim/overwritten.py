@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
@@ -91,7 +92,8 @@ def without_remainders(
     if snapshot is None:
         return valid
     watch = snapshot.data
-    if watch is not None and watch.knows(snapshot.version):
+    loaded = remainders.second_plane(shard, torch.int16) is not None
+    if watch is not None and watch.knows(snapshot.version) and not loaded:
         if (changed := watch.changed()) is not None:
             for key in REMAINDERS & state.keys():
                 valid[key] = shard.place(local(state[key]).masked_fill(changed, 0))
@@ -157,8 +159,10 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
             "were written, or their .data was read, since the last step, and replays would "
             "look for writes each time; take an ordinary step first"
         )
-    # If fp32 weights were loaded, their remainders take the place of the old ones.
-    loaded = remainders.find_remainders(map(shard_of, parameters))
+    # If fp32 weights were loaded last, their remainders take the place of the old ones.
+    shards = [*map(shard_of, parameters)]
+    remainders.forget_written(shards)
+    loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
     warned = engine.warned_of_data_writes
     if found := data_writes.drop_remainders(
