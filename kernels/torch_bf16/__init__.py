@@ -34,6 +34,7 @@ from .model.cast_modules import cast_recipe
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.remainders import sync_masters
+from .model.unconverted import warn_unconverted
 from .model.vector_groups import separate_vectors
 from .optim.adafactor import Adafactor
 from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
@@ -45,7 +46,6 @@ from .optim.replaced import refuse_replaced
 from .optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from .optim.sgd import SGD, Adagrad, Lion, RMSprop
 from .optim.train_mode import averaged, follow
-from .optim.unconverted import warn_unconverted
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
 from .sharding import deepspeed_config

@@ -36,6 +36,7 @@ from .lerped_averages import watch_lerps
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
+from .unconverted import warn_unconverted
 
 __all__ = ["cast_model", "fp32_parameters", "is_kept_fp32"]
 
@@ -148,6 +149,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         carry_autocast(model, compute=recipe.compute)
     if recipe.compute != "fp32" and _trains_on_cpu(model):
         warn_slow_products()
+    if to_bf16:
+        warn_unconverted(
+            model,
+            "Call torch_bf16.prepare(model, optimizer, recipe), or torch_bf16.convert, before its "
+            "first step; or use an optimizer of torch_bf16",
+        )
     return model
 
 

@@ -11,10 +11,9 @@ import torch
 from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["FOR_OTHERS", "hooked"]
+from torch_bf16.model.unconverted import FOR_OTHERS
 
-FOR_OTHERS = "_bf16_for_others"
-"""Marks hooks on all optimizers that do nothing at steps of our optimizers."""
+__all__ = ["hooked"]
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +47,7 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
             or getattr(profiler, "_is_profiler_enabled", True)
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            # The hosts' warning about unconverted optimizers is such a hook.
+            # The warning about unconverted optimizers is such a hook.
             or (
                 _global_optimizer_pre_hooks
                 and not all(hasattr(h, FOR_OTHERS) for h in _global_optimizer_pre_hooks.values())

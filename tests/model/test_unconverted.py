@@ -34,6 +34,33 @@ def test_one_that_was_not_converted_is_named_once(cast):
         step(optimizer)
 
 
+def test_a_scheduler_does_not_hide_it(cast):
+    """It wraps ``step()``, in a module whose warnings Accelerate silences."""
+    optimizer = torch.optim.SGD(cast.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.warns(UserWarning, match="was not converted") as caught:
+        step(optimizer)
+    assert {each.filename for each in caught} == {__file__}
+    assert scheduler.last_epoch == 0
+
+
+def test_a_model_that_was_only_cast_is_watched():
+    """Code that makes its optimizer itself, after the cast, would lose updates in silence."""
+    model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
+    with pytest.warns(UserWarning, match="Call torch_bf16.prepare") as caught:
+        step(torch.optim.AdamW(model.parameters()))
+    assert len(caught) == 1
+
+
+def test_an_optimizer_of_a_part_is_named_once_beside_the_model_around_it():
+    part = torch_bf16.cast_model(torch.nn.Linear(3, 3))
+    whole = torch.nn.Sequential(part, torch.nn.Linear(3, 3))
+    torch_bf16.cast_model(whole)
+    with pytest.warns(UserWarning, match="was not converted") as caught:
+        step(torch.optim.SGD(whole.parameters(), lr=0.1))
+    assert len(caught) == 1
+
+
 class Wrapper(torch.optim.Optimizer):
     """Around an optimizer that was converted."""
 
@@ -57,9 +84,9 @@ def test_nothing_is_said_of_others(cast):
 def test_a_model_that_is_gone_is_watched_no_longer():
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
-    model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
     before = len(hooks)
-    torch_bf16.warn_unconverted(model, "")
+    model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
+    torch_bf16.warn_unconverted(model, "")  # in place of the cast's own
     assert len(hooks) == before + 1
     del model
     gc.collect()

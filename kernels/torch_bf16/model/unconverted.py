@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -14,20 +15,22 @@ from torch.utils.hooks import RemovableHandle
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
 
-from .optimizer import BF16Optimizer
-from .step_hooks import FOR_OTHERS
+__all__ = ["FOR_OTHERS", "warn_unconverted"]
 
-__all__ = ["warn_unconverted"]
-
+FOR_OTHERS = "_bf16_for_others"
+"""Marks hooks on all optimizers that do nothing at steps of our optimizers."""
 
 _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
+# A part may be watched, and the model around it.
+_named: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     """Warn if an optimizer that was not converted steps bf16 weights of a model; once for each.
 
     Such an optimizer rounds every update to the nearest bf16 number, and nothing else would show
-    it. Every optimizer of the process is checked, at its first step only.
+    it. Every optimizer of the process is checked, at its first step only. :func:`cast_model` calls
+    this; a later call for the same model takes the place of an earlier one.
 
     Args:
         model: a model that was cast, and may be sharded later; not kept alive.
@@ -45,29 +48,42 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if isinstance(optimizer, BF16Optimizer) or optimizer in seen:
+        # No such steps are compiled, nor this check into them.
+        if torch.compiler.is_compiling() or optimizer in seen:
             return
         live = reference()
         if live is None:
             return
         seen.add(optimizer)
-        # SAM and Lookahead leave the step to an optimizer that they hold.
-        if held_optimizers(optimizer):
+        # It is one of ours, or leaves the step to one that it holds, as SAM and Lookahead do.
+        if optimizer in _named or held_optimizers(optimizer):
             return
         cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
         if any(p in cast for group in optimizer.param_groups for p in group["params"]):
+            _named.add(optimizer)
             warnings.warn(
                 f"{type(optimizer).__name__} steps over bfloat16 weights of "
                 f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
                 f"and small ones are lost. {advice}",
-                stacklevel=3,
+                stacklevel=_level_of_program(),
             )
 
     setattr(before_step, FOR_OTHERS, True)
     # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
     for old_model, handle in _hooks[:]:
-        if old_model() is None:
+        if (watched := old_model()) is None or watched is model:
             handle.remove()
             _hooks.remove((old_model, handle))
     _hooks.append((reference, register_optimizer_step_pre_hook(before_step)))
     return _hooks[-1][1]
+
+
+def _level_of_program() -> int:
+    """The ``stacklevel``, in the caller, of the first frame outside of torch and this package.
+
+    A scheduler wraps ``step()`` in its module, whose warnings Accelerate silences.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("torch", "torch_bf16"):
+        frame, level = frame.f_back, level + 1
+    return level
