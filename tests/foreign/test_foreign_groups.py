@@ -5,6 +5,8 @@ import torch
 from foreign_cases import exact_weights, make_run
 from optimizer_cases import bits
 
+import torch_bf16
+
 
 class WarmsUp(torch.optim.Optimizer):
     """Descent at a rate that grows with the steps that each group has counted."""
@@ -61,3 +63,53 @@ def test_a_group_that_is_unfrozen_late_has_counted_the_steps_before(kind, bucket
         assert torch.equal(bits(each), bits(value)), key
     for group, expected in zip(optimizer.param_groups, reference.param_groups, strict=True):
         assert group["steps"] == expected["steps"] == 12
+
+
+class ReadsLists(torch.optim.Optimizer):
+    """Descent at rates from a list beside the parameters, some of which it lowers as it goes."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            entries = zip(group["params"], group["rates"], group["param_names"], strict=True)
+            for n, (p, rate, name) in enumerate(entries):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=rate * self.defaults["by_name"][name])
+                    group["rates"][n] = rate * 0.9
+
+
+def with_lists(parameters):
+    parameters = [*parameters]
+    names = [f"p{n}" for n in range(len(parameters))]
+    rates = [0.01 * (n + 1) for n in range(len(parameters))]
+    group = {"params": parameters, "rates": rates, "param_names": names}
+    return ReadsLists([group], {"by_name": {name: 1.0 + n for n, name in enumerate(names)}})
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64 << 20], ids=["a tensor at a time", "all at once"])
+def test_a_step_that_gets_some_parameters_gets_their_entries_of_lists(bucket_bytes):
+    runs = [make_run(with_lists, recipe) for recipe in (None, "bf16-fp32-master")]
+    runs[1][1].bucket_bytes = bucket_bytes
+    for model, optimizer in runs:
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            for n, p in enumerate(model.parameters()):
+                gradient = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+                p.grad = gradient if n % 3 != seed % 3 else None
+            optimizer.step()
+    (fp32, reference), (model, optimizer) = runs
+    exact = exact_weights(model, optimizer)
+    for each, (key, value) in zip(exact, fp32.named_parameters(), strict=True):
+        assert torch.equal(bits(each), bits(value)), key
+    assert optimizer.param_groups[0]["rates"] == reference.param_groups[0]["rates"]
+
+
+def test_lists_beside_frozen_parameters_are_refused():
+    model, optimizer = make_run(with_lists, None)
+    model[0].requires_grad_(False)
+    with pytest.raises(NotImplementedError, match="it may pair frozen parameters with trained"):
+        torch_bf16.prepare(model, optimizer, "bf16-stochastic")
+    assert type(optimizer) is ReadsLists
+    assert model[0].weight.dtype == torch.float32
+    del optimizer.param_groups[0]["rates"]
+    torch_bf16.prepare(model, optimizer, "bf16-stochastic")

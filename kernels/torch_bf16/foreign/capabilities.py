@@ -14,6 +14,7 @@ from .advice import refusal
 from .contents import within
 from .eight_bit import eight_bit, overridden
 from .idle_parameters import IdleKinds
+from .list_options import names_of_lists
 from .runner import looks_up, own_attributes
 
 __all__ = [
@@ -138,7 +139,24 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             f"it keeps {name} as an attribute of parameters, and each step would get copies of "
             "them, without it; `state` is the place for what belongs to a parameter"
         )
-    return looks_up(attributes, optimizer.param_groups, parameters)
+    return _pairs_frozen(optimizer) or looks_up(attributes, optimizer.param_groups, parameters)
+
+
+def _pairs_frozen(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a step may need frozen parameters, which it would not get.
+
+    One of LoRA-FA goes through its lists of names for a frozen factor and the trained one after it.
+    """
+    for group in optimizer.param_groups:
+        # param_names is an option of torch.optim, and tells nothing about the step.
+        names = {*names_of_lists(group, optimizer.defaults)} - {"param_names"}
+        if names and not all(p.requires_grad for p in group["params"]):
+            return (
+                f"its groups hold frozen parameters, and an entry for each parameter in the option "
+                f"{min(names)}: by these it may pair frozen parameters with trained ones, and each "
+                "step gets copies of trained ones only"
+            )
+    return None
 
 
 def _of_ascent(wrapper: torch.optim.Optimizer) -> str:

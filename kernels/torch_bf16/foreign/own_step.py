@@ -185,7 +185,8 @@ class OwnStep:
         groups = [each.group for each in bucket]
         try:
             members = [*zip(groups, copies, before, strict=True)]
-            states = self._runner.run(members, method, follow, apart)
+            originals = [each.parameter for each in bucket]
+            states = self._runner.run(members, originals, method, follow, apart)
         except RuntimeError as error:
             gradients = (each.parameter.grad for each in bucket)
             if any(each is not None and each.requires_grad for each in gradients):

@@ -18,6 +18,7 @@ from torch_bf16.errors import UNTOUCHED
 
 from .advice import refusal
 from .contents import names_any, within
+from .list_options import ListOptions
 from .meetings import Meetings
 
 __all__ = ["Runner", "looks_up", "own_attributes"]
@@ -115,6 +116,7 @@ class Runner:
     def run(
         self,
         members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]],
+        originals: Sequence[Tensor],
         method: str = "step",
         follow: bool = False,
         apart: bool = False,
@@ -123,6 +125,7 @@ class Runner:
 
         Args:
             members: for each, the number of its group, the parameter with its gradient, its state.
+            originals: the parameters of which these are copies.
             method: ``step``, or a method without arguments.
             follow: whether to find out if the call couples its members.
             apart: whether the call gets copies of everything that it may write in place, because
@@ -138,7 +141,11 @@ class Runner:
         for number, parameter, _ in members:
             with_members[number].append(parameter)
         numbers = self._numbers(with_members)
+        ids = {id(each) for each in originals}
+        lists = {number: self._lists_of(number, ids, with_members) for number in numbers}
         options = {number: self._options_of(number) for number in numbers}
+        for number, each in lists.items():
+            options[number] |= {name: [*entries] for name, entries in each.cut.items()}
         if apart:
             options = copy.deepcopy(options)
         instance.param_groups = groups = _Groups(
@@ -167,7 +174,8 @@ class Runner:
         for number, group in zip(numbers, groups, strict=True):
             # What a call for members of the group leaves counts for more than another call's.
             if number in with_members or number not in self._options:
-                self._options[number] = _news(options[number], group)
+                joined = lists[number].joined(group, self._options.get(number, {}))
+                self._options[number] = _news(options[number], group) | joined
         self.indexes |= groups.indexed
         self.attributes |= _news(attributes, own_attributes(instance))
         self.shared = _shared_states(instance.state)
@@ -192,9 +200,16 @@ class Runner:
         return [n for n in every if n in with_members or n not in self._active]
 
     def _options_of(self, number: int) -> dict[str, Any]:
-        excluded = ("params", "param_names")
         group = self._optimizer.param_groups[number]
-        return {key: each for key, each in group.items() if key not in excluded}
+        return {key: each for key, each in group.items() if key != "params"}
+
+    def _lists_of(
+        self, number: int, ids: Collection[int], with_members: Collection[int]
+    ) -> ListOptions:
+        group = self._optimizer.param_groups[number]
+        if number not in with_members:  # its stand-in has the place of the first parameter
+            ids = {*map(id, group["params"][:1])}
+        return ListOptions(group, self._optimizer.defaults, ids)
 
     def _stand_ins(self, number: int) -> list[nn.Parameter]:
         """One parameter without a gradient, for a step that reads a device or a shape there."""
