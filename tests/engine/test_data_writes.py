@@ -236,13 +236,6 @@ def by_loading(model, average):
         model.load_state_dict(each)
 
 
-def by_foreach(model, average):
-    saved = model.weight.detach().clone()
-    with torch.no_grad():
-        for each in (average.weight, saved):
-            torch._foreach_copy_([model.weight], [each])
-
-
 def moved(evaluate, dtype=torch.float32, steps=100):
     """How far a weight moves by updates of a hundredth of a bf16 spacing, with evaluations."""
     model = nn.Linear(64, 64, bias=False)
@@ -262,11 +255,6 @@ def moved(evaluate, dtype=torch.float32, steps=100):
 @pytest.mark.parametrize("evaluate", [by_copy, by_loading])
 def test_weights_that_make_room_for_an_average_and_come_back_keep_all_low_bits(evaluate, dtype):
     assert moved(evaluate, dtype) == pytest.approx(8e-3, rel=1e-3)
-
-
-def test_a_write_that_comes_back_unseen_is_awaited_after_each_step():
-    """What comes between the first twenty steps is lost."""
-    assert moved(by_foreach) == pytest.approx(6.4e-3, rel=1e-2)
 
 
 def test_a_compiled_function_copies_into_a_weight_in_one_graph():

@@ -11,8 +11,7 @@ The saved bytes also show which numbers were changed by writes that do raise the
 may copy an average into the model, also by ``load_state_dict``, and then the trained weights back.
 If a weight is written in another way before any bytes are saved, they are saved after each step
 from then on, until there is a step before which nobody has written the weight: a program may clamp
-a weight after each step. If that happens twice, as with what is done once in an epoch, they are
-saved after each step for good.
+a weight after each step.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class DataWatch:
         self._bytes: Tensor | None = None
         self.version = -1
         self._aliases: list[TensorWeakRef] = []
-        self._follows_writes, self._missed = False, 0
+        self._follows_writes = False
         self._others = _watches.setdefault(id(parameter), WeakSet())
         self._others.add(self)
 
@@ -97,17 +96,13 @@ class DataWatch:
             self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Save the lower bytes after each step, until nobody writes the weight between steps.
-
-        The second time, for good: the write comes back, and each time all remainders are lost.
-        """
+        """Save the lower bytes after each step, until nobody writes the weight between steps."""
         self._follows_writes = True
-        self._missed += 1
         _touched.add(self)
 
     def forget_writes(self, unless: bool) -> None:
         """End :meth:`follow_writes`, unless there was a write since the last step."""
-        self._follows_writes &= unless or self._missed > 1
+        self._follows_writes &= unless
 
     def knows(self, version: int) -> bool:
         """Whether the bytes were saved while the parameter had this version, left by a step."""
