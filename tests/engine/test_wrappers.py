@@ -31,8 +31,16 @@ def made(*layers):
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda o: o, Around, Base, lambda o: Around(Around(o)), lambda o: Around(Base(Base(o)))],
-    ids=["itself", "host", "sam", "host-twice", "host-around-two"],
+    [
+        lambda o: o,
+        Around,
+        Base,
+        lambda o: Around(Around(o)),
+        lambda o: Around(Base(Base(o))),
+        lambda o: Around((o,)),
+        lambda o: Around({"body": Base(o)}),
+    ],
+    ids=["itself", "host", "sam", "host-twice", "host-around-two", "in-a-tuple", "in-a-dict"],
 )
 def test_the_one_inside_is_found(wrap):
     (ours,) = made(torch_bf16.cast_model(nn.Linear(2, 2)))

@@ -12,9 +12,17 @@ __all__ = ["held_optimizers", "optimizer_for", "optimizers_in", "unwrap"]
 
 
 def optimizers_in(holder: Any) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers, of any library, that are attributes of an object, by the attribute's name."""
-    attributes = vars(holder) if hasattr(holder, "__dict__") else {}
-    return {k: v for k, v in attributes.items() if issubclass(type(v), torch.optim.Optimizer)}
+    """The optimizers, of any library, that are attributes of an object, by the attribute's name.
+
+    Also those in lists, tuples and dicts that are attributes.
+    """
+    named = dict(vars(holder)) if hasattr(holder, "__dict__") else {}
+    for name, each in [*named.items()]:
+        if type(each) in (list, tuple):
+            named |= {f"{name}[{place}]": item for place, item in enumerate(each)}
+        elif type(each) is dict:
+            named |= {f"{name}[{key!r}]": item for key, item in each.items()}
+    return {k: v for k, v in named.items() if issubclass(type(v), torch.optim.Optimizer)}
 
 
 def held_optimizers(optimizer: Any) -> list[Any]:
