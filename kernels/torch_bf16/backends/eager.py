@@ -22,6 +22,7 @@ from .backend import Kernel
 from .bucket import Bucket
 from .host_scalars import HostScalars
 from .inputs import KernelInputs
+from .subnormals import subnormals_kept
 from .totals import with_factors
 
 __all__ = ["SLICE", "SLICE_ON_GPU", "EagerBackend", "lift_rule"]
@@ -55,6 +56,7 @@ class EagerBackend:
         """Make the kernel for a bucket."""
         return _EagerKernel(bucket)
 
+    @subnormals_kept()
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum of the squares of all elements; torch sums each tensor in at least fp32."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -71,6 +73,7 @@ class _EagerKernel:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
+    @subnormals_kept()
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
         bucket = self._bucket
@@ -78,6 +81,7 @@ class _EagerKernel:
         for tensor, start, stop, part in self._slices(inputs):
             _run_slice(bucket, inputs, tensor, part, start, stop)
 
+    @subnormals_kept()
     def measure(self, inputs: KernelInputs) -> None:
         """Add the statistic of each tensor to the bucket's sums."""
         totals: Any = self._bucket.totals

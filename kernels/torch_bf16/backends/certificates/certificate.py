@@ -22,6 +22,7 @@ from torch_bf16.backends.eager import EagerBackend
 from torch_bf16.backends.host_scalars import HostScalars, evaluate
 from torch_bf16.backends.inputs import StepInputs
 from torch_bf16.backends.sources import source_hash
+from torch_bf16.backends.subnormals import subnormals_kept
 
 from .digests import expected, key_of
 from .sums import wrong_sum
@@ -230,9 +231,9 @@ def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Let a trial wait for the device, even if waiting has been made an error."""
+    """Let a trial wait for the device, even if that has been made an error, and meet subnormals."""
     mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
-    with torch.no_grad():
+    with torch.no_grad(), subnormals_kept():
         if mode:
             torch.cuda.set_sync_debug_mode(0)
         try:

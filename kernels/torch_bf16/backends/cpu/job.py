@@ -26,6 +26,7 @@ from .compiler import named_by_sources
 from .planes import array_at, array_type
 
 __all__ = [
+    "FUNCTION",
     "Kinds",
     "Work",
     "compile_job",
@@ -48,6 +49,9 @@ Kinds = tuple[tuple[Any, int], ...]
 _ARRAYS, _EACH = 24, 4
 # The numbers that threads write lie in cache lines of their own.
 _NEXT, _FINISHED, _COUNT, _PARTS = 0, 8, 16, 17
+
+FUNCTION = 18
+"""Where the address of a job's function is, if another function is to call it."""
 
 _I64 = ir.IntType(64)
 _SIGNATURE = types.void(types.voidptr)

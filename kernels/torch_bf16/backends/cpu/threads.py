@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_bf16.backends.subnormals import flushes_subnormals
+
 from . import PROCESS
-from .job import Work, finished, share
+from .job import FUNCTION, Work, finished, share
+from .subnormals import keeping_subnormals
 
 __all__ = ["run"]
 
@@ -39,6 +42,10 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
     """
     threads = min(torch.get_num_threads(), max_threads)
     share(job, threads)
+    if flushes_subnormals() and (keeping := keeping_subnormals()) is not None:
+        function: Any = work
+        job[FUNCTION] = ctypes.cast(function, ctypes.c_void_p).value
+        work = keeping
     if threads <= 1:
         work(job.ctypes.data)
     elif (parallel := _torchs_team()) is not None and os.getpid() == PROCESS:
