@@ -20,6 +20,7 @@ from optimizer_cases import RECIPES, bits
 
 import torch_bf16
 from torch_bf16 import Recipe, convert
+from torch_bf16.engine.encoder import Encoder
 from torch_bf16.foreign import contents
 
 NEAREST = Recipe("nearest", weights="bf16_nearest", exp_avg="fp32", exp_avg_sq="fp32")
@@ -69,6 +70,37 @@ class Drift(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.data.sub_(p.grad, alpha=group["lr"])
+
+
+def test_a_step_that_fails_before_it_encodes_leaves_nothing_to_the_next_ones(monkeypatch):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(3)]
+    copies, gradient = copy.deepcopy(parameters), torch.randn(8, 8).bfloat16()
+    optimizer = convert(OWN["adamax"](parameters), "bf16-stochastic")
+    reference = convert(OWN["adamax"](copies), "bf16-stochastic")
+    add, calls = Encoder.add, []
+
+    def short_of_memory(*given):
+        calls.append(given)
+        if len(calls) == 4:
+            raise MemoryError("full")
+        add(*given)
+
+    for each in parameters:
+        each.grad = gradient.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "add", short_of_memory)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    parameters[0].grad = None
+    optimizer.step()
+    assert torch.equal(parameters[0], copies[0])
+    parameters[0].grad, parameters[1].grad, parameters[2].grad = gradient.clone(), None, None
+    optimizer.step()
+    for each in copies:
+        each.grad = gradient.clone()
+    reference.step()
+    assert all(map(torch.equal, parameters, copies))
 
 
 @pytest.mark.parametrize("name", OWN)

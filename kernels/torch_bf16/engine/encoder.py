@@ -53,15 +53,20 @@ class Encoder:
 
     def run(self, seed: int, backend: str | None) -> None:
         """Encode everything that was added."""
-        for group in alike(self._jobs, lambda each: each[0].variant):
+        queued, copies = self._jobs, self._copies
+        self.discard()
+        for group in alike(queued, lambda each: each[0].variant):
             jobs, xs, steps = zip(*group, strict=True)
             planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
             key = (jobs[0].variant, seed, backend, *planes)
             batch = self._batches.get(key) or Batch(jobs, seed, backend)
             self._used[key] = batch
             batch.run_alike(xs, steps)
-        for old, new in self._copies:
+        for old, new in copies:
             old.copy_(new)
+
+    def discard(self) -> None:
+        """Forget everything that was added and not encoded, as after an error."""
         self._jobs, self._copies = [], []
 
     def finish(self) -> None:

@@ -215,12 +215,19 @@ class OwnStep:
         moved = [each for each, state in pairs if state is not None]
         if idle := [each for each in moved if each.is_idle]:
             keep_states(optimizer, idle, Changes())
-        for each, made, state in zip(bucket, *computed, strict=True):
-            if state is not None:
-                each.encode(made.detach(), state, self._engine.encoder)
-                optimizer.state[each.parameter] = each.state
-        self._engine.encoder.run(optimizer.recipe.seed, optimizer.backend)
+        encoder = self._engine.encoder
+        try:
+            for each, made, state in zip(bucket, *computed, strict=True):
+                if state is not None:
+                    each.encode(made.detach(), state, encoder)
+            encoder.run(optimizer.recipe.seed, optimizer.backend)
+        except BaseException:
+            # Memory may be short: the next step must not encode these results beside its own.
+            encoder.discard()
+            raise
         for each in moved:
+            # Only now, because new planes hold nothing before.
+            optimizer.state[each.parameter] = each.state
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
             each.snapshot.version = each.shard.version()
