@@ -193,6 +193,22 @@ def test_replaying_the_launches_of_a_step_takes_further_steps(interpreted, recip
     interpreted(replays_are_steps, recipe)
 
 
+def copies_in_a_graph():
+    parameter = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make_optimizer("cautious", "stochastic", "triton", [parameter], capturable=True)
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        Graph(patch)
+        optimizer.step()
+    (launch,) = optimizer._engine.plan._launches
+    assert len(launch.batch._kernel._gradients._captured) == 1
+
+
+def test_a_graph_copies_each_table_once_though_a_statistic_comes_first(interpreted):
+    interpreted(copies_in_a_graph)
+
+
 def what_cannot_be_captured():
 
     strided = torch.nn.Parameter(torch.ones(3, 4).t())
