@@ -110,7 +110,8 @@ class Backend(Protocol):
     def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The sum of the squares of all elements, with the same bits in each run on a device.
 
-        Its error is at most that of an fp32 sum, and it is infinite only if an element is.
+        Its error is at most that of an fp32 sum. Kernels return infinity only if an element is;
+        eager also if the norm of a tensor exceeds 2**64, because torch sums fp32 squares in fp32.
 
         Args:
             tensors: at least one, real and dense, of one dtype, on one device.

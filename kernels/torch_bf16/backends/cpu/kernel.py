@@ -27,7 +27,8 @@ from .planes import fetch, scratch_on_stack, views
 
 __all__ = ["CHUNK", "KINDS", "compile_step"]
 
-# Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
+# Elements per chunk: all planes of one chunk fit an L2 cache of 512 KiB if they take at most 16
+# bytes per element, as in both modes.
 CHUNK = 1 << 15
 
 KINDS = (
