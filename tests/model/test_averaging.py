@@ -96,6 +96,17 @@ def test_backends_agree_bit_for_bit():
     assert torch.equal(run("cpu"), run("eager"))
 
 
+@every_format
+def test_a_cuda_graph_cannot_record_an_update(format, monkeypatch):
+    average = EMA(model(1.0), 0.5, format=format)
+    for value in (1.0, 2.0):
+        average.update_parameters(model(value))
+    monkeypatch.setattr("torch_bf16.backends.cuda_graphs.capturing", lambda devices: True)
+    with pytest.raises(RuntimeError, match=r"average of weights.*outside of the capture"):
+        average.update_parameters(model(3.0))
+    assert (average.module.weight == 1.5).all()
+
+
 def test_swapping_keeps_the_weights_and_their_exact_masters():
     torch.manual_seed(0)
     source = torch_bf16.cast_model(nn.Linear(6, 6), "bf16-fp32-master")

@@ -26,6 +26,7 @@ from torch_bf16.backends import (
     Totals,
     Variant,
     choose_for,
+    cuda_graphs,
     load,
 )
 from torch_bf16.formats import Format
@@ -204,7 +205,17 @@ class Batch:
             options: the rule's options.
             scale: factor of the gradients.
             bases: as for :meth:`run`.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured; nothing has been updated.
         """
+        if cuda_graphs.capturing([self.variant.device]):
+            # Replays would also copy the scalars from host memory that has other contents then.
+            raise RuntimeError(
+                "a CUDA graph cannot record an update whose number the host counts, such as that "
+                "of an average of weights, a mean over ranks in bf16, or set_exact_weight(): every "
+                "replay would draw the same noise. Do it outside of the capture"
+            )
         table = np.array([self.variant.rule.scalars(options, 1, scale)], np.float64)
         n = len(self)
         steps = np.full(n, step, np.int64) if isinstance(step, int) else np.array(step, np.int64)
