@@ -150,7 +150,7 @@ def _pieces_of(patch, numel, width, pitch):
     planes = [((weight,), *((link.zeros((numel,), torch.bfloat16),) for _ in range(2)))]
     ones = [np.array([n], np.int64) for n in (numel, 0, width, pitch)]
     bucket = Bucket(variant, planes, *ones, np.zeros((1, 3, 2), np.uint32))
-    loads = [*staging._loads(bucket)]
+    loads = [*staging._cut_into_loads(bucket)]
     for each in loads:
         assert sum(4 * piece.numel for piece in each) <= BUFFER
     return [piece for each in loads for piece in each]

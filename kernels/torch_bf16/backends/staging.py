@@ -277,7 +277,7 @@ def _cut(
     )
 
 
-def _loads(bucket: Bucket) -> Iterator[list[_Piece]]:
+def _cut_into_loads(bucket: Bucket) -> Iterator[list[_Piece]]:
     """All elements of a bucket in pieces, listed by the buffer load that they make up."""
     device, pieces, room = bucket.variant.device, [], BUFFER_BYTES
     for row, of_tensor in enumerate(bucket.planes):
@@ -325,7 +325,10 @@ class StagedKernel:
     def _loads(self) -> list[_Load]:
         # Only when needed, because a weight that is not contiguous is stepped as a copy.
         bucket, backend, staging = self._bucket, self._backend, self._staging
-        return [_Load(bucket, pieces, backend, staging.next_slot()) for pieces in _loads(bucket)]
+        return [
+            _Load(bucket, pieces, backend, staging.next_slot())
+            for pieces in _cut_into_loads(bucket)
+        ]
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
