@@ -91,7 +91,7 @@ def prepare(
         if isinstance(each, BF16Optimizer):
             check_same("prepare", recipe, each.recipe, f"the {kind} was made with")
             ours.append(each)
-        elif (conversion := check_conversion("prepare", each, recipe, in_fp32)) is None:
+        elif (conversion := check_conversion("prepare", each, recipe, model, in_fp32)) is None:
             ours += held_optimizers(each)
         else:
             conversions.append((each, conversion))

@@ -214,6 +214,15 @@ def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, ma
         prepare([model], torch.optim.SGD(model.parameters()))
 
 
+@pytest.mark.parametrize("way", [prepare, lambda m, o: torch_bf16.convert(o, model=m)])
+def test_a_parameter_that_cannot_be_trained_is_refused_by_the_name_that_the_model_has(way):
+    model = network()
+    model[1].wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([*model[0].parameters(), model[1].wave], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter '1.wave', number 2 of group 0, shape \(3,\)"):
+        way(model, optimizer)
+
+
 def test_an_optimizer_of_another_model_and_an_unknown_backend_are_refused_before_the_cast():
     model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match="none of its parameters, so that nothing would train it"):

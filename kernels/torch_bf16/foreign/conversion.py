@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.optim.adafactor import Adafactor
@@ -61,7 +62,11 @@ class Conversion:
 
 
 def check_conversion(
-    function: str, optimizer: Any, recipe: Recipe, cast: Collection[int] = ()
+    function: str,
+    optimizer: Any,
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    cast: Collection[int] = (),
 ) -> Conversion | None:
     """What an optimizer becomes; None if it wraps others, which were converted before.
 
@@ -69,6 +74,7 @@ def check_conversion(
         function: name of the public function, for messages.
         optimizer: the optimizer; not changed.
         recipe: the requested recipe.
+        model: names the parameters in messages, where the optimizer does not know their names.
         cast: ids of parameters that will have another dtype by then.
 
     Raises:
@@ -90,7 +96,7 @@ def check_conversion(
                 f"{type(local).__name__}, which does not see the parameters of other ranks: make "
                 "it with a class of torch.optim and convert it once"
             )
-        return check_conversion(function, local, recipe, cast)
+        return check_conversion(function, local, recipe, model, cast)
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
@@ -112,12 +118,11 @@ def check_conversion(
     target = fused_class(optimizer, recipe)
     if target is None:
         check_steps_on_copies(optimizer)
+    of_model = {id(p): name for name, p in model.named_parameters()} if model else {}
     for number, group in enumerate(optimizer.param_groups):
         if target is not None:
             check_options(group, number)
-        places = [n for n, each in enumerate(group["params"]) if id(each) not in cast]
-        kept = [key for key in ("params", "param_names") if key in group]
-        check_group({**group, **{key: [group[key][n] for n in places] for key in kept}}, number)
+        check_group(group, number, [of_model.get(id(p), "") for p in group["params"]], cast)
     ours = target or foreign_class(type(optimizer))
     return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
 

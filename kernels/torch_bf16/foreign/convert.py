@@ -92,7 +92,7 @@ def convert(
     if model is not None:
         check_module("convert", model)
     check_roles(roles)
-    conversion = check_conversion("convert", optimizer, recipe)
+    conversion = check_conversion("convert", optimizer, recipe, model)
     if conversion is None:
         _check_held(optimizer, backend, roles, elementwise)
         return optimizer

@@ -7,7 +7,7 @@ Messages begin with a verb: the caller prepends the parameter's label.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -36,12 +36,19 @@ FULLY_DECOUPLED = "fully_decoupled_weight_decay"
 _TRAINABLE = (torch.bfloat16, torch.float32)
 
 
-def check_group(group: Mapping[str, Any], number: int) -> None:
+def check_group(
+    group: Mapping[str, Any],
+    number: int,
+    names: Sequence[str] = (),
+    cast: Collection[int] = (),
+) -> None:
     """Refuse parameters that cannot be trained, or are in a group twice.
 
     Args:
         group: a parameter group.
         number: the group's number, for messages.
+        names: of the parameters, for messages, if the group has none; ``""`` for one without.
+        cast: ids of parameters that will have another dtype by then, and are not checked.
 
     Raises:
         ValueError: a parameter is in the group twice, or has a dtype or memory that cannot be
@@ -56,15 +63,16 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
     for position, parameter in enumerate(group["params"]):
         # Frozen parameters of other dtypes are checked only when they get a gradient.
         frozen = not parameter.requires_grad and parameter.dtype not in _TRAINABLE
-        if not (is_lazy(parameter) or frozen):
-            with prefix_errors(functools.partial(_label, group, number, position)):
+        if not (is_lazy(parameter) or frozen or id(parameter) in cast):
+            known = group.get("param_names") or names
+            with prefix_errors(functools.partial(_label, group, number, position, known)):
                 check_parameter(shard_of(parameter))
 
 
-def _label(group: Mapping[str, Any], number: int, position: int) -> str:
+def _label(group: Mapping[str, Any], number: int, position: int, names: Sequence[str] = ()) -> str:
     """A parameter as messages describe it, while its group is not yet in the optimizer."""
-    names, shape = group.get("param_names") or [], tuple(group["params"][position].shape)
-    name = f"{names[position]!r}, " if position < len(names) else ""
+    shape = tuple(group["params"][position].shape)
+    name = f"{names[position]!r}, " if position < len(names) and names[position] else ""
     return f"parameter {name}number {position} of group {number}, shape {shape},"
 
 
