@@ -313,8 +313,13 @@ def test_an_interrupt_ends_it_without_a_traceback():
     assert "Traceback" not in out + err
 
 
-def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
+def test_a_terminal_gets_a_table_of_rich_if_it_is_wide_enough(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(output.sys.stdout, "isatty", lambda: True, raising=False)
-    output.print_table("title", ("a", "b"), [("1", "2")])
-    assert "┃" in capsys.readouterr().out
+    output.print_table("no [/markup]", ("a", "b"), [("[/1]", "2")])
+    out = capsys.readouterr().out
+    assert "no [/markup]" in out
+    assert "│ [/1] │ 2 │" in out
+    monkeypatch.setenv("COLUMNS", "11")
+    output.print_table("title", ("a", "b"), [("[/1]", "2")])
+    assert capsys.readouterr().out == "\ntitle\na     b\n[/1]  2\n"

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,23 +112,24 @@ def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: with rich on a terminal, if it is installed, else as plain text."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+    """Print a table: drawn by rich on a terminal that it fits on, if installed, else as text."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    # With its frame; of a wider table rich would cut off parts of names and numbers.
+    fits = sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and fits and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(*columns, title=escape(title), title_justify="left")
         for row in rows:
             table.add_row(*map(escape, row))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     print(f"\n{title}")
     for row in (columns, *rows):
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def number(value: float, digits: int = 3) -> str:
