@@ -240,7 +240,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(option, capsy
 
 def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
     file = tmp_path / "other.json"
-    for content in ('{"schema": 7}', '{"schema": 1, "kind": "estimate"}', "[]"):
+    cut = '{"schema": 1, "kind": "training", "results": []}'
+    one, deep = '{"schema": 1}', "[" * 100_000
+    for content in ('{"schema": 7}', one, '{"schema": 1, "kind": "x"}', cut, deep, "[]"):
         file.write_text(content)
         with pytest.raises(SystemExit, match="2"):
             cli.main(["bench", "--from", str(file)])

@@ -202,7 +202,13 @@ def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path
     assert "short.txt has 5 bytes, and must have 10,000" in capsys.readouterr().err
     assert compare("--text", "none.txt") == 2
     assert "none.txt" in capsys.readouterr().err
-    for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}', NO_NUMBERS):
+    for content in (
+        "",
+        "{}",
+        '{"kind": "compare", "schema": 2, "rows": [1]}',
+        NO_NUMBERS,
+        "[" * 100_000,
+    ):
         (tmp_path / "x.json").write_text(content)
         assert compare("x.json") == 2
         assert "x.json is not a record of" in capsys.readouterr().err

@@ -179,6 +179,10 @@ BAD = {
         ("trainer_state.json", '{"log_history": [{"st'),
         "is not a trainer_state.json of transformers: JSONDecodeError",
     ),
+    "state whose step is null": (
+        ("trainer_state.json", '{"log_history": [{"step": null, "loss": 1}]}'),
+        "bad/trainer_state.json: None is not a step",
+    ),
     "foreign state": (("trainer_state.json", "[1]"), "is not a trainer_state.json"),
     "state without steps": (("trainer_state.json", '{"log_history": []}'), "holds no logged step"),
     "foreign database": (("x.db", b"not a database" * 99), "is not a database of trackio"),

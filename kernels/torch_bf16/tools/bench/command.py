@@ -178,7 +178,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.json != "-":
         if options.record is None and not training:
             print(versions_line(found["versions"]) + ", " + found["hardware"]["processor"])
-        print(training_table(found) if training else table(found))
+        print(_table(found))
     if options.json:
         write_json(found, options.json)
     if options.plot and training:
@@ -327,14 +327,19 @@ def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
     return parse
 
 
+def _table(found: Mapping[str, Any]) -> str:
+    return training_table(found) if found.get("kind") == "training" else table(found)
+
+
 def _record(text: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(text).read_text())
         kind, schema = found.get("kind", "bench"), found["schema"]
         if kind not in ("bench", "training") or schema != 1:
             raise ValueError(f"it is a record of {kind}, schema {schema}")
+        _table(found)
         return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a record that bench --json has written ({error})"
         ) from None

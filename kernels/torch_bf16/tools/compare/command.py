@@ -278,16 +278,10 @@ def _record_path(words: Sequence[str]) -> Path | None:
 def _load(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-        known = (found["kind"], found["schema"]) == ("compare", 1) and bool(found["rows"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a record of compare: {type(error).__name__}: {error}"
-        ) from None
-    try:
-        if not known:
-            raise ValueError("it has no rows, or is of another version")
+        if (found["kind"], found["schema"]) != ("compare", 1):
+            raise ValueError("it is of another kind or version")
         page(found)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a record of this version of compare: {type(error).__name__}: {error}"
         ) from None

@@ -125,15 +125,16 @@ def _of_trainer(path: Path) -> list[Logged]:
     try:
         content = json.loads(path.read_bytes())
         history = content["log_history"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a trainer_state.json of transformers: {type(error).__name__}: {error}"
         ) from None
     found = Logged("", path)
     for entry in history if isinstance(history, list) else ():
         if isinstance(entry, Mapping) and "step" in entry:
+            step = _step(entry["step"], str(path))
             for name in entry.keys() - {"step", "epoch"}:
-                found.add(name, int(entry["step"]), entry[name])
+                found.add(name, step, entry[name])
     return [found]
 
 

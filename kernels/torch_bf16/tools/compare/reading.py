@@ -76,7 +76,7 @@ def _split(word: str) -> tuple[str, str]:
     if any(os.path.exists(path) for path in (word, word.rpartition(":")[0]) if path):
         return "", word
     name, equals, path = word.partition("=")
-    return (name, path) if equals and os.sep not in name and name else ("", word)
+    return (name, path) if equals and name and path and os.sep not in name else ("", word)
 
 
 def _path_of(word: str) -> tuple[Path, str | None]:
