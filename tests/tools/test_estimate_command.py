@@ -41,6 +41,15 @@ def config(folder, content):
     return folder / "config.json"
 
 
+def test_a_config_may_have_another_name_than_transformers_gives_it(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = config(tmp_path, LLAMA).rename(tmp_path / "llama.json")
+    assert estimate(capsys, path)[1]["parameters"] > 0
+    # A config.json of another kind beside it does not count.
+    config(tmp_path, {"model_type": "gpt2"})
+    assert estimate(capsys, path)[1]["parameters"] > 0
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("8B", 8 * 10**9), ("350M", 350 * 10**6), ("1.5b", 15 * 10**8), ("1_000", 1000), ("7", 7)],

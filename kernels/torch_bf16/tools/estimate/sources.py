@@ -116,9 +116,7 @@ def _build(path: Path, content: dict[str, Any]) -> nn.Module:
             "transformers, or give a checkpoint, a number such as 8B, or module:factory"
         ) from None
     try:
-        config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
-        if path.name != "config.json":
-            config = type(config).from_json_file(path)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         name = next(iter(content.get("architectures") or []), None)
         cls = getattr(transformers, name, None) if isinstance(name, str) else None
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
