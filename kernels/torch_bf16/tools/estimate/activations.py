@@ -179,6 +179,8 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
         if not isinstance(loss, Tensor):
             leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
             floats = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            if not floats:
+                raise ValueError("its output depends on no trainable parameter")
             loss = torch.stack([each.float().mean() for each in floats]).sum()
     del output
     loss.backward()
