@@ -6,14 +6,14 @@ import argparse
 import copy
 import inspect
 import re
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from torch_bf16.model.casting import cast_model
@@ -30,15 +30,9 @@ _MOST = 10**15
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The inputs of one step: shapes and dtypes, in the order in which ``forward`` takes them.
-
-    Attributes:
-        inputs: shape and dtype of each; None is int64 if the model takes tokens, else fp32.
-    """
-
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+Batch = Sequence[tuple[tuple[int, ...], torch.dtype | None]]
+"""The inputs of one step in the order in which ``forward`` takes them: shapes, and dtypes, of which
+None is int64 if the model takes tokens, else fp32."""
 
 
 def batch_argument(text: str) -> Batch:
@@ -57,7 +51,7 @@ def batch_argument(text: str) -> Batch:
         if prod(shape) > _MOST:
             raise argparse.ArgumentTypeError(f"{part!r} has more than {_MOST:,} elements")
         found.append((shape, dtype))
-    return Batch(tuple(found))
+    return found
 
 
 def activations(model: nn.Module, precision: Precision, batch: Batch, device: torch.device) -> int:
@@ -79,7 +73,7 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
     traced = device.type == "meta"
     place = torch.device("cpu") if traced else device
     model = _cast(copy.deepcopy(model), precision)
-    with _fake() if traced else nullcontext():
+    with FakeTensorMode() if traced else nullcontext():
         inputs: Any = []
         try:
             _materialise(model, place)
@@ -119,12 +113,6 @@ def _cast(model: nn.Module, precision: Precision) -> nn.Module:
     return model.to(precision.dtype) if precision.dtype != torch.float32 else model
 
 
-def _fake() -> AbstractContextManager[Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Give a model memory of its own on a device; tied weights stay tied."""
     copies: dict[int, Any] = {}
@@ -145,28 +133,24 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
-    tokens = _TOKENS in inspect.signature(model.forward).parameters
+    taken = inspect.signature(model.forward).parameters
+    tokens = _TOKENS in taken
     tensors = []
-    for shape, dtype in batch.inputs:
+    for shape, dtype in batch:
         dtype = dtype or (torch.int64 if tokens else torch.float32)
         floats = dtype.is_floating_point
         tensors.append((torch.randn if floats else torch.zeros)(shape, dtype=dtype, device=device))
-    if not tokens:
+    if not tokens or len(tensors) > 1:
         return tensors
-    names = [_TOKENS, "labels"][: 2 if len(tensors) == 1 and _takes_labels(model) else 1]
-    return dict(zip(names, tensors * 2, strict=False)) if len(tensors) == 1 else tensors
+    return {name: tensors[0] for name in (_TOKENS, "labels") if name in taken}
 
 
 def _for_tokens(batch: Batch, inputs: Any) -> str:
     """How to ask for tokens, if inputs without a dtype were taken to be fp32."""
-    if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch.inputs):
+    if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch):
         return ""
-    shapes = ("x".join(map(str, shape)) for shape, dtype in batch.inputs if dtype is None)
+    shapes = ("x".join(map(str, shape)) for shape, dtype in batch if dtype is None)
     return f". Inputs are fp32 unless said: --batch {','.join(f'{each}:int64' for each in shapes)}"
-
-
-def _takes_labels(model: nn.Module) -> bool:
-    return "labels" in inspect.signature(model.forward).parameters
 
 
 def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.device) -> None:

@@ -218,7 +218,7 @@ def _batch_text(options: argparse.Namespace) -> str | None:
         return None
     parts = [
         "x".join(map(str, shape)) + (f":{str(dtype).removeprefix('torch.')}" if dtype else "")
-        for shape, dtype in options.batch.inputs
+        for shape, dtype in options.batch
     ]
     return ",".join(parts)
 
