@@ -251,7 +251,7 @@ def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
 
 def test_numbers_may_be_written_with_an_exponent(monkeypatch):
     seen = []
-    monkeypatch.setattr(command, "bench", lambda options, arguments: seen.append(options) or 0)
+    monkeypatch.setattr(command, "bench", lambda options: seen.append(options) or 0)
     assert cli.main(["bench", "--parameters", "5e7"]) == 0
     assert seen[0].parameters == 50_000_000
 

@@ -229,7 +229,7 @@ def on_a_gpu(monkeypatch, fault, mode):
     tried = Certificate("adamw_x", "triton", fault, 0.1)
     monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
     monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}, "interrupted": False})
-    return command._examine(torch.device("cuda", 0), ["selftest"]), processes[0]
+    return command._examine(torch.device("cuda", 0), "selftest"), processes[0]
 
 
 def test_eager_is_not_timed_on_a_gpu_where_a_kernel_is_wrong(quick, monkeypatch):
@@ -250,7 +250,7 @@ def test_a_gpu_for_one_process_is_not_shared(quick, monkeypatch, mode, alone):
 
 def test_what_breaks_while_it_is_timed_takes_nothing_along(quick, monkeypatch):
     monkeypatch.setattr(command, "speed", lambda *_: {}["a key"])
-    found = command._examine(CPU, ["selftest"])
+    found = command._examine(CPU, "selftest")
     assert found["certificates"]
     assert found["verdict"] == "failed: tiny was not timed: 'a key'"
 
@@ -263,7 +263,7 @@ def test_ctrl_c_while_it_is_timed_keeps_what_was_found_before(quick, monkeypatch
         return {"failed": {}, "interrupted": True}
 
     monkeypatch.setattr(command, "speed", speed)
-    found = command._examine(CPU, ["selftest"])
+    found = command._examine(CPU, "selftest")
     assert found["certificates"]
     when = "while tiny was" if began else "before tiny was"
     assert found["verdict"] == f"failed: interrupted {when} timed"
@@ -273,7 +273,7 @@ def test_checks_after_one_that_lost_the_device_are_not_made(quick, monkeypatch):
     checks = {"a": lambda device: "3 bytes", "b": lambda device: "never asked"}
     monkeypatch.setattr(command, "all_checks", lambda: checks)
     monkeypatch.setattr(command, "is_lost", lambda device: True)
-    found = command._examine(CPU, ["selftest"])
+    found = command._examine(CPU, "selftest")
     assert found["verdict"] == "failed: a"
     assert found["checks"][1]["skipped"] == "cpu was lost in 'a'"
     assert found["speed"] == []
@@ -282,7 +282,7 @@ def test_checks_after_one_that_lost_the_device_are_not_made(quick, monkeypatch):
 def test_eager_is_not_timed_on_a_cpu_without_its_backend(quick, monkeypatch):
     place = {"device_state": {}, "backends": {"cpu": "no Numba", "eager": None}}
     monkeypatch.setattr(command, "_environment", lambda device: place)
-    found = command._examine(CPU, ["selftest"])
+    found = command._examine(CPU, "selftest")
     assert found["speed"] == []
     assert "eager would run in place of the cpu backend" in found["notes"][0]
 

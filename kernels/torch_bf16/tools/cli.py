@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from .output import exit_status
 
@@ -13,77 +14,42 @@ __all__ = ["main"]
 
 
 class _Command(NamedTuple):
-    """A command: its line of help, and what loads the functions that declare options and run it.
+    """A command ``name``.
 
-    The function that runs it gets the options and all arguments, or, if the command ``passes_on``,
-    only the arguments after ``--``.
+    Attributes:
+        module: it has ``add_name_arguments(parser)``, which declares the options, and
+            ``name(options)``, which runs the command and returns the exit status. It is imported
+            when the command is called: none waits for another's imports.
+        help: its line of help.
+        passes_on: whether arguments after ``--`` are those of a program that it runs.
     """
 
+    module: str
     help: str
-    load: Callable[[], tuple[Callable, Callable]]
     passes_on: bool = False
 
 
-def _info() -> tuple[Callable, Callable]:
-    from .info.command import add_info_arguments, info
-
-    return add_info_arguments, lambda options, arguments: info(options)
-
-
-def _estimate() -> tuple[Callable, Callable]:
-    from .estimate.command import add_estimate_arguments, estimate
-
-    return add_estimate_arguments, lambda options, arguments: estimate(options)
-
-
-def _recommend() -> tuple[Callable, Callable]:
-    from .recommend.command import add_recommend_arguments, recommend
-
-    return add_recommend_arguments, recommend
-
-
-def _doctor() -> tuple[Callable, Callable]:
-    from .doctor.command import add_doctor_arguments, doctor
-
-    return add_doctor_arguments, lambda options, arguments: doctor(options)
-
-
-def _compare() -> tuple[Callable, Callable]:
-    from .compare.command import add_compare_arguments, compare
-
-    return add_compare_arguments, compare
-
-
-def _bench() -> tuple[Callable, Callable]:
-    from .bench.command import add_bench_arguments, bench
-
-    return add_bench_arguments, bench
-
-
-def _selftest() -> tuple[Callable, Callable]:
-    from .selftest.command import add_selftest_arguments, selftest
-
-    return add_selftest_arguments, selftest
-
-
-def _export() -> tuple[Callable, Callable]:
-    from .export import add_export_arguments, export
-
-    return add_export_arguments, lambda options, arguments: export(options)
-
-
-# A command's module is imported when the command is called: none waits for another's imports.
 _COMMANDS: Mapping[str, _Command] = {
-    "info": _Command("what a bug report needs: versions, hosts, backends, obstacles", _info),
-    "estimate": _Command("will it fit? Bytes of a model's run in every precision", _estimate),
-    "recommend": _Command("which recipe loses nothing of this training?", _recommend, True),
-    "doctor": _Command("has this run been learning? Examines one checkpoint or two", _doctor),
-    "compare": _Command(
-        "train in several precisions, or read finished runs, onto one page", _compare
+    "info": _Command(
+        "info.command", "what a bug report needs: versions, hosts, backends, obstacles"
     ),
-    "bench": _Command("time AdamW steps against those of torch and other libraries", _bench),
-    "selftest": _Command("does it work on this machine, and how fast?", _selftest),
-    "export": _Command("write the exact fp32 weights of a checkpoint", _export),
+    "estimate": _Command(
+        "estimate.command", "will it fit? Bytes of a model's run in every precision"
+    ),
+    "recommend": _Command(
+        "recommend.command", "which recipe loses nothing of this training?", passes_on=True
+    ),
+    "doctor": _Command(
+        "doctor.command", "has this run been learning? Examines one checkpoint or two"
+    ),
+    "compare": _Command(
+        "compare.command", "train in several precisions, or read finished runs, onto one page"
+    ),
+    "bench": _Command(
+        "bench.command", "time AdamW steps against those of torch and other libraries"
+    ),
+    "selftest": _Command("selftest.command", "does it work on this machine, and how fast?"),
+    "export": _Command("export", "write the exact fp32 weights of a checkpoint"),
 }
 
 
@@ -100,16 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m torch_bf16", description="What bf16 training takes, keeps and loses."
     )
-    run: Any = None
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {name: commands.add_parser(name, help=each.help) for name, each in _COMMANDS.items()}
-    command = next(iter(arguments), "")
-    if command in parsers:
-        declare, run = _COMMANDS[command].load()
-        declare(parsers[command])
+    name = next(iter(arguments), "")
+    command = _COMMANDS.get(name)
+    if command is None:
+        parser.parse_args(arguments)  # which has the help and messages of its own
+        parser.error("the command comes first")
+    module = importlib.import_module(f"{__package__}.{command.module}")
+    getattr(module, f"add_{name}_arguments")(parsers[name])
+    # Where a command finds the arguments of its program, or all of them, for its record.
     passed_on = arguments
-    if command in parsers and _COMMANDS[command].passes_on:
+    if command.passes_on:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         arguments, passed_on = arguments[:end], arguments[end + 1 :]
-    options = parser.parse_args(arguments)
-    return exit_status(command, lambda: run(options, passed_on))
+    options = parser.parse_args(arguments, argparse.Namespace(arguments=passed_on))
+    return exit_status(name, lambda: getattr(module, name)(options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def bench(options: argparse.Namespace) -> int:
     """Measure, print, write.
 
     Args:
         options: the parsed options.
-        arguments: the command's arguments, for the record.
 
     Returns:
         The exit status: 130 if Ctrl-C ended the rounds early.
@@ -173,7 +172,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
         say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
     if (found := options.record) is None:
-        found = (_measure_training if options.training else _measure_steps)(options, arguments)
+        found = (_measure_training if options.training else _measure_steps)(options)
     training = found.get("kind") == "training"
     if options.json != "-":
         if options.record is None and not training:
@@ -203,7 +202,7 @@ def _settle(options: argparse.Namespace) -> None:
             setattr(options, name, default)
 
 
-def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
     device, shapes = options.device, _shapes(options)
     options.backend = options.backend or os.environ.get("TORCH_BF16_BACKEND")
     if device.type == "cuda":
@@ -230,7 +229,7 @@ def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dic
     )
     measured.failures = {**failures, **measured.failures}
     setting = {
-        "command": command_line(arguments),
+        "command": command_line(options.arguments),
         "model": options.model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),
@@ -250,7 +249,7 @@ def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dic
     return record(measured, setting, device, peaks, missing, cache)
 
 
-def _measure_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def _measure_training(options: argparse.Namespace) -> dict[str, Any]:
     rows = every_row([name for names in options.recipes for name in names])
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
@@ -261,7 +260,7 @@ def _measure_training(options: argparse.Namespace, arguments: Sequence[str]) -> 
         for each in (rows if cpu else [])
     }
     setting = {
-        "command": command_line(arguments),
+        "command": command_line(options.arguments),
         "layers": options.layers,
         "tokens": options.tokens,
         "threads": options.threads,

@@ -112,12 +112,11 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
+def compare(options: argparse.Namespace) -> int:
     """Compare precisions, or existing runs.
 
     Args:
         options: the parsed options.
-        arguments: the command's arguments, for the record.
 
     Returns:
         The exit status: 0 if nothing is lost, 1 if a row stalls, is broken or loses.
@@ -143,7 +142,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         found = _analyse(rows, options.reference, {"what": "runs that exist", "measure": metric})
         found["environment"] = {}
     if record is None:
-        found["command"] = command_line(arguments)
+        found["command"] = command_line(options.arguments)
         found["date"] = date()
     _write(found, options, keep=record is None)
     return 0 if found["healthy"] else 1

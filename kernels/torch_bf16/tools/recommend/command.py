@@ -6,7 +6,6 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch_bf16.foreign.capabilities import check_steps_on_copies
@@ -57,12 +56,11 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
+def recommend(options: argparse.Namespace) -> int:
     """Say which recipe loses nothing.
 
     Args:
-        options: the parsed options.
-        script_arguments: the arguments after ``--``.
+        options: the parsed options; ``arguments`` are the script's.
 
     Returns:
         The exit status: 0 if a recipe was recommended.
@@ -73,13 +71,13 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
     text = options.training
     keep_inputs(options.json, text)
     with progress_line(sys.stderr) as progress:
-        found = observe(text, script_arguments, options.steps, options.lr, progress)
+        found = observe(text, options.arguments, options.steps, options.lr, progress)
     _check(found)
     notes = _plan(found, options.total_steps)
     verdict = judge(list(found.parameters.values()))
     shapes, held, note = sizes(found, verdict.candidates)
     # A factory is not a program.
-    command = shlex.join(["python", text, *script_arguments]) if Path(text).exists() else text
+    command = shlex.join(["python", text, *options.arguments]) if Path(text).exists() else text
     notes += [note] if note else []
     content = record(command, found, verdict, shapes, held, notes)
     if options.json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,12 +43,11 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def selftest(options: argparse.Namespace) -> int:
     """Check whether the package works here, and how fast it is; print and write the record.
 
     Args:
         options: the parsed options.
-        arguments: the command's arguments, for the record.
 
     Returns:
         The exit status: 0 if everything is right, else 1.
@@ -57,7 +55,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.plot and not can_plot():
         say("no plot: matplotlib is missing (pip install 'torch-bf16[plots]')")
     with fresh_verdicts():
-        found = _examine(options.device, arguments)
+        found = _examine(options.device, command_line(options.arguments))
     if options.json:
         write_json(found, options.json)
     if options.json != "-":
@@ -69,7 +67,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0 if found["passed"] else 1
 
 
-def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+def _examine(device: torch.device, command: str) -> dict[str, Any]:
     start, notes = time.perf_counter(), []
     environment = _environment(device)
     fast = "cpu" if device.type == "cpu" else "triton"
@@ -93,7 +91,7 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     for model, shapes in models.items():
         say(f"timing {model}")
         try:
-            measured.append(speed(device, model, shapes, arguments, say))
+            measured.append(speed(device, model, shapes, command, say))
         except KeyboardInterrupt:
             broken.append(f"interrupted before {model} was timed")
             break
@@ -116,7 +114,7 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         "schema": 1,
         "kind": "selftest",
         "date": date(),
-        "command": command_line(arguments),
+        "command": command,
         "environment": environment,
         "certificates": [asdict(each) for each in certificates],
         "checks": [asdict(each) for each in outcomes],

@@ -17,7 +17,6 @@ from torch_bf16.tools.bench.record import record
 from torch_bf16.tools.bench.rounds import measure
 from torch_bf16.tools.bench.ways import in_ways
 from torch_bf16.tools.machine import device_state
-from torch_bf16.tools.output import command_line
 
 from .certificates import INT8_MOMENTS
 
@@ -42,7 +41,7 @@ def speed(
     device: torch.device,
     model: str,
     shapes: Sequence[tuple[int, ...]],
-    arguments: Sequence[str],
+    command: str,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
@@ -51,7 +50,7 @@ def speed(
         device: the device to measure on.
         model: the name of the shapes.
         shapes: the shapes of the parameters.
-        arguments: of the command, for the record.
+        command: the command line, for the record.
         progress: called with lines of text about the progress.
 
     Raises:
@@ -65,7 +64,7 @@ def speed(
     rounds = _ROUNDS[device.type]
     measured = measure([*plain, *in_ways(plain, ways)], list(shapes), device, rounds, progress)
     setting = {
-        "command": command_line(arguments),
+        "command": command,
         "model": model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),
