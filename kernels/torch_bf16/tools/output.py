@@ -8,7 +8,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,8 +23,10 @@ __all__ = [
     "date",
     "exit_status",
     "number",
+    "print_sentences",
     "print_table",
     "progress_line",
+    "publish",
     "say",
     "share",
     "write_json",
@@ -44,12 +46,28 @@ _USER_ERRORS = (
 
 
 def write_json(found: Mapping[str, Any], target: Path | str) -> None:
-    """Write a command's results to the target of ``--json``."""
+    """Write a command's results to a file or standard output."""
     text = json.dumps(found, indent=2)
     if target == STANDARD_OUTPUT:
         print(text)
     else:
         Path(target).write_text(text + "\n")
+
+
+def publish(
+    found: Mapping[str, Any], target: Path | str | None, show: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Write a command's results to the target of ``--json``, if any, and show them for people.
+
+    Args:
+        found: the results.
+        target: if it is standard output, nothing else is printed there.
+        show: prints the results.
+    """
+    if target is not None:
+        write_json(found, target)
+    if target != STANDARD_OUTPUT:
+        show(found)
 
 
 def date() -> str:
@@ -130,6 +148,15 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in (columns, *rows):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def print_sentences(sentences: Iterable[str], notes: Iterable[str] = ()) -> None:
+    """Print what results mean, and notes on them."""
+    print()
+    for sentence in sentences:
+        print(f"- {sentence}")
+    for note in notes:
+        print(f"  note: {note}")
 
 
 def number(value: float, digits: int = 3) -> str:

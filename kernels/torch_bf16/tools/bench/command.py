@@ -22,7 +22,7 @@ from torch_bf16.tools.arguments import (
     refuse,
 )
 from torch_bf16.tools.machine import device_state, versions_line
-from torch_bf16.tools.output import INTERRUPTED, command_line, say, write_json
+from torch_bf16.tools.output import INTERRUPTED, command_line, publish, say
 
 from .clock import clock_for
 from .entries import OURS, Entry, ours
@@ -174,12 +174,13 @@ def bench(options: argparse.Namespace) -> int:
     if (found := options.record) is None:
         found = (_measure_training if options.training else _measure_steps)(options)
     training = found.get("kind") == "training"
-    if options.json != "-":
+
+    def show(found: Mapping[str, Any]) -> None:
         if options.record is None and not training:
             print(versions_line(found["versions"]) + ", " + found["hardware"]["processor"])
         print(_table(found))
-    if options.json:
-        write_json(found, options.json)
+
+    publish(found, options.json, show)
     if options.plot and training:
         say("no plot: whole training steps have none; --json FILE keeps the figures")
     elif options.plot and can_plot():

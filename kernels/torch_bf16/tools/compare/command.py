@@ -21,7 +21,7 @@ from torch_bf16.tools.arguments import (
 )
 from torch_bf16.tools.factory import CONTRACT, is_factory
 from torch_bf16.tools.machine import hardware, versions
-from torch_bf16.tools.output import command_line, date, say, write_json
+from torch_bf16.tools.output import command_line, date, publish, say, write_json
 
 from .analysis import analyse
 from .figure import draw, require_matplotlib
@@ -250,16 +250,13 @@ def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) ->
     if keep:
         options.out.mkdir(parents=True, exist_ok=True)
         write_json(found, options.out / _RECORD)
-    if options.json:
-        write_json(found, options.json)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page(found), encoding="utf-8")
     for file in (options.png, options.pdf):
         if file is not None:
             draw(found, file)
-    if options.json != "-":
-        show(found)
+    publish(found, options.json, show)
     if target is not None:
         say(f"page: {target.resolve()}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_bf16.tools.output import number, print_table, share
+from torch_bf16.tools.output import number, print_sentences, print_table, share
 
 __all__ = ["difference", "show", "summary"]
 
@@ -34,11 +34,7 @@ def show(found: Mapping[str, Any]) -> None:
     measure = f"{found['measure']}, mean of the last {found['final_over']} of them"
     columns, rows = summary(found)
     print_table(f"{found['what']}: {last}; {measure}", columns, rows)
-    print()
-    for sentence in found["sentences"]:
-        print(f"- {sentence}")
-    for note in found["notes"]:
-        print(f"  note: {note}")
+    print_sentences(found["sentences"], found["notes"])
 
 
 def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
-from torch_bf16.tools.output import progress_line, write_json
+from torch_bf16.tools.output import progress_line, publish
 from torch_bf16.tools.weights import open_checkpoint
 
 from .examination import examine
@@ -61,8 +62,5 @@ def doctor(options: argparse.Namespace) -> int:
     verdict = judge(found)
     paths = {"before": str(before.path)} if before else {}
     content = record(found, verdict, {**paths, "after": str(after.path)})
-    if options.json:
-        write_json(content, options.json)
-    if options.json != "-":
-        show(content, options.most)
+    publish(content, options.json, partial(show, most=options.most))
     return 0 if verdict.healthy else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_bf16.tools.output import print_table
+from torch_bf16.tools.output import print_sentences, print_table
 
 from .examination import Examination
 from .verdict import Finding, Verdict
@@ -54,11 +54,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
     ]
     title = f"worst {len(shown)} of {len(weights)} weights" if len(shown) < len(weights) else ""
     print_table(title or f"{len(weights)} weights, worst first", columns, rows)
-    print()
-    for sentence in content["verdict"]:
-        print(f"- {sentence}")
-    for note in content["notes"]:
-        print(f"  note: {note}")
+    print_sentences(content["verdict"], content["notes"])
 
 
 def _row(each: Finding, compared: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs
-from torch_bf16.tools.output import write_json
+from torch_bf16.tools.output import publish
 
 from .activations import activations, batch_argument
 from .memory import memory
@@ -136,10 +136,7 @@ def estimate(options: argparse.Namespace) -> int:
             *(_zero_notes(shapes, options) if zero else ()),
         ],
     }
-    if options.json:
-        write_json(found, options.json)
-    if options.json != "-":
-        show(found)
+    publish(found, options.json, show)
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torch_bf16.tools.output import print_table
+from torch_bf16.tools.output import print_sentences, print_table
 
 from .memory import Memory
 from .precisions import Precision
@@ -102,9 +102,7 @@ def show(found: Mapping[str, Any]) -> None:
         columns = ("precision", "ZeRO-1 and 2", "ZeRO-3")
         title = f"{unit} of weights and states on each of {ranks} ranks of DeepSpeed"
         print_table(title, columns, table)
-    print()
-    for note in found["notes"]:
-        print(f"- {note}")
+    print_sentences(found["notes"])
 
 
 def _label(each: Mapping[str, Any]) -> str:

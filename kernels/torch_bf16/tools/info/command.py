@@ -18,7 +18,7 @@ from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.arguments import add_json_argument
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
 from torch_bf16.tools.machine import machine, machine_lines, variables
-from torch_bf16.tools.output import write_json
+from torch_bf16.tools.output import publish
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
 from .hosts import TESTED, hook, host_rows, needed
@@ -44,11 +44,7 @@ def info(options: argparse.Namespace) -> int:
     Args:
         options: the parsed options.
     """
-    found = record()
-    if options.json:
-        write_json(found, options.json)
-    if options.json != "-":
-        _show(found)
+    publish(record(), options.json, _show)
     return 0
 
 

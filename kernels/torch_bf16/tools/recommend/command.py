@@ -6,6 +6,7 @@ import argparse
 import math
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from torch_bf16.foreign.capabilities import check_steps_on_copies
@@ -13,7 +14,7 @@ from torch_bf16.foreign.conversion import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
-from torch_bf16.tools.output import progress_line, write_json
+from torch_bf16.tools.output import progress_line, publish
 
 from .host import Host, planned_rates
 from .observation import Observation
@@ -80,10 +81,7 @@ def recommend(options: argparse.Namespace) -> int:
     command = shlex.join(["python", text, *options.arguments]) if Path(text).exists() else text
     notes += [note] if note else []
     content = record(command, found, verdict, shapes, held, notes)
-    if options.json:
-        write_json(content, options.json)
-    if options.json != "-":
-        show(content, options.most)
+    publish(content, options.json, partial(show, most=options.most))
     return 0
 
 

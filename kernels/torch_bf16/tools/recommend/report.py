@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_bf16.tools.estimate.memory import Memory
 from torch_bf16.tools.estimate.shapes import ModelShapes
-from torch_bf16.tools.output import print_table
+from torch_bf16.tools.output import print_sentences, print_table
 
 from .host import Host
 from .lines import launch_line, lines
@@ -166,11 +166,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
         for name, each in ranges_["formats"].items()
     ]
     print_table("what products and gradients in a format would lose", columns, rows)
-    print()
-    for sentence in content["reasons"]:
-        print(f"- {sentence}")
-    for note in content["notes"]:
-        print(f"  note: {note}")
+    print_sentences(content["reasons"], content["notes"])
     print("\nWhat to write:\n")
     for line in content["lines"]:
         print(f"    {line}")

@@ -16,7 +16,7 @@ from torch_bf16.tools.arguments import add_json_argument, device_argument, file_
 from torch_bf16.tools.bench.memory import available_bytes
 from torch_bf16.tools.bench.plot import can_plot, plot
 from torch_bf16.tools.machine import device_state, machine, variables
-from torch_bf16.tools.output import command_line, date, say, write_json
+from torch_bf16.tools.output import STANDARD_OUTPUT, command_line, date, publish, say
 
 from .certificates import certify, fresh_verdicts
 from .report import show
@@ -56,11 +56,8 @@ def selftest(options: argparse.Namespace) -> int:
         say("no plot: matplotlib is missing (pip install 'torch-bf16[plots]')")
     with fresh_verdicts():
         found = _examine(options.device, command_line(options.arguments))
-    if options.json:
-        write_json(found, options.json)
-    if options.json != "-":
-        show(found)
-    if options.json not in (None, "-"):
+    publish(found, options.json, show)
+    if options.json not in (None, STANDARD_OUTPUT):
         print(f"the record, to send with a report: {options.json}")
     if options.plot and can_plot() and found["speed"]:
         plot(found["speed"], options.plot)
