@@ -24,7 +24,6 @@ from torch_bf16.tools.arguments import (
 from torch_bf16.tools.machine import device_state, versions_line
 from torch_bf16.tools.output import INTERRUPTED, command_line, publish, say
 
-from .clock import clock_for
 from .entries import OURS, Entry, ours
 from .memory import peak_bytes
 from .models import MODELS, Shapes, random_shapes
@@ -232,22 +231,15 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
     setting = {
         "command": command_line(options.arguments),
         "model": options.model,
-        "parameters": sum(torch.Size(shape).numel() for shape in shapes),
-        "tensors": len(shapes),
-        "device_type": device.type,
-        "threads": options.threads,
         "rounds": options.rounds,
         "backend": choose(device, options.backend).name,
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
-        "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
-        "device_state": {"before": before, "after": device_state(device)},
     }
     # With a hundred entries, the bytes that they hold say enough.
     no_peaks = options.rules or measured.interrupted or device.type != "cpu"
     peaks = {} if no_peaks else _peaks(measured, shapes, options)
-    cache = clock_for(device).cache_bytes()
-    return record(measured, setting, device, peaks, missing, cache)
+    return record(measured, setting, shapes, device, before, peaks, missing)
 
 
 def _measure_training(options: argparse.Namespace) -> dict[str, Any]:

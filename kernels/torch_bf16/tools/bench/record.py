@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_bf16.tools.machine import hardware, versions
+from torch_bf16.tools.machine import device_state, hardware, versions
 from torch_bf16.tools.output import date
 
+from .clock import clock_for
+from .models import Shapes
 from .peers import PEERS
 from .rounds import Measured, Result
 
@@ -22,31 +25,41 @@ _QUANTILES = {"p10": 10, "median": 50, "p90": 90}
 def record(
     measured: Measured,
     setting: Mapping[str, Any],
+    shapes: Shapes,
     device: torch.device,
-    peaks: Mapping[str, int | None],
-    missing: Mapping[str, str],
-    cache: int | None,
+    before: Mapping[str, Any],
+    peaks: Mapping[str, int | None] | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Everything about a run as numbers, strings, lists and dicts.
 
     Args:
         measured: the run.
-        setting: the run's setting: command, model, parameters, tensors, baseline ...
+        setting: the command, and the names of model, backend, baseline and rules; the rounds.
+        shapes: the shapes of the parameters.
         device: the device that it ran on.
+        before: the device's state before the run.
         peaks: peak bytes by the entry's name, if they were measured in other processes.
         missing: the package name of each library that is not installed.
-        cache: bytes of the last-level cache.
     """
     copy = spread(np.array(measured.copy_rates) / 1e9)
+    parameters, cache = sum(map(prod, shapes)), clock_for(device).cache_bytes()
     base = next(e.moved for e in measured.results if e.entry.name == setting["baseline"])
     rows = [
-        _row(each, setting["parameters"], copy["median"], peaks.get(each.entry.name), base)
+        _row(each, parameters, copy["median"], (peaks or {}).get(each.entry.name), base)
         for each in measured.results
     ]
+    entries = [each.entry for each in measured.results]
     return {
         "schema": 1,
         "date": date(),
         **setting,
+        "parameters": parameters,
+        "tensors": len(shapes),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
+        "device_state": {"before": before, "after": device_state(device)},
         "hardware": hardware(device),
         "versions": versions([peer.pip for peer in PEERS.values()]),
         "cache_bytes": cache,
@@ -55,7 +68,7 @@ def record(
         "interrupted": measured.interrupted,
         "results": rows,
         "failed": measured.failures,
-        "missing": dict(missing),
+        "missing": dict(missing or {}),
         "notes": _notes(measured, setting["baseline"], cache),
     }
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_bf16.backends import choose
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.bench.clock import clock_for
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.models import MODELS, Shapes, gpt2, llama
 from torch_bf16.tools.bench.peers import BASELINE, PEERS
@@ -40,7 +39,7 @@ def models_for(device: torch.device) -> dict[str, Shapes]:
 def speed(
     device: torch.device,
     model: str,
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Shapes,
     command: str,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -62,23 +61,8 @@ def speed(
     ways = ("moved", "graph") if device.type == "cuda" else ("moved",)
     before = device_state(device)
     rounds = _ROUNDS[device.type]
-    measured = measure([*plain, *in_ways(plain, ways)], list(shapes), device, rounds, progress)
-    setting = {
-        "command": command,
-        "model": model,
-        "parameters": sum(torch.Size(shape).numel() for shape in shapes),
-        "tensors": len(shapes),
-        "device_type": device.type,
-        "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        "backend": choose(device).name,
-        "baseline": BASELINE,
-        "rules": "AdamW",
-        "ours": [
-            each.entry.name
-            for each in measured.results
-            if each.entry.target.startswith("torch_bf16:")
-        ],
-        "device_state": {"before": before, "after": device_state(device)},
-    }
-    return record(measured, setting, device, {}, {}, clock_for(device).cache_bytes())
+    measured = measure([*plain, *in_ways(plain, ways)], shapes, device, rounds, progress)
+    backend = choose(device).name
+    named = {"command": command, "model": model, "backend": backend, "baseline": BASELINE}
+    setting = {**named, "rules": "AdamW", "rounds": rounds}
+    return record(measured, setting, shapes, device, before)
