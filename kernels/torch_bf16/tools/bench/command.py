@@ -66,26 +66,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", choices=(*MODELS, _RANDOM), help=f"parameter shapes (default: {_RANDOM})"
     )
-    parser.add_argument(
-        "--parameters",
-        type=count,
-        metavar="N",
-        help=f"elements of --model random (default: {_PARAMETERS:,})",
-    )
-    parser.add_argument(
-        "--tensors",
-        type=count,
-        metavar="N",
-        help=f"tensors of --model random (default: {_TENSORS})",
-    )
-    parser.add_argument(
-        "--rounds", type=count, metavar="N", help="interleaved rounds (default: 30)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=count,
-        metavar="N",
-        help="threads on a CPU (default: as many as torch uses)",
+    _add_counts(
+        parser,
+        parameters=f"elements of --model random (default: {_PARAMETERS:,})",
+        tensors=f"tensors of --model random (default: {_TENSORS})",
+        rounds="interleaved rounds (default: 30)",
+        threads="threads on a CPU (default: as many as torch uses)",
     )
     parser.add_argument(
         "--recipes",
@@ -102,9 +88,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"other libraries, if installed: {','.join(PEERS)} (default: torch)",
     )
     parser.add_argument(
-        "--baseline",
-        metavar="NAME",
-        help=f"row that ratios refer to (default: {BASELINE})",
+        "--baseline", metavar="NAME", help=f"row that ratios refer to (default: {BASELINE})"
     )
     parser.add_argument(
         "--backend", choices=BACKENDS, help="our backend (default: the one chosen for the device)"
@@ -125,14 +109,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="whole steps of GPT-2's shape by phase, in fp32, bf16-mixed and ours; nothing else",
     )
-    parser.add_argument(
-        "--layers", type=count, metavar="N", help="layers of --training (default: 2)"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=count,
-        metavar="N",
-        help="tokens of --training (default: 256)",
+    _add_counts(
+        parser,
+        layers="layers of --training (default: 2)",
+        tokens="tokens of --training (default: 256)",
     )
     parser.add_argument(
         "--time-limit",
@@ -151,6 +131,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure nothing: show, and with --plot draw, a record that --json wrote",
     )
+
+
+def _add_counts(parser: argparse.ArgumentParser, **options: str) -> None:
+    for name, text in options.items():
+        parser.add_argument(f"--{name}", type=count, metavar="N", help=text)
 
 
 def bench(options: argparse.Namespace) -> int:
