@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import methodcaller
+from math import prod
 
 import numpy as np
 import torch
@@ -188,16 +188,17 @@ def _groups(
     def need(entry: Entry) -> int:
         return needed_bytes(entry, shapes)
 
-    fitting = [each for each in entries if available is None or need(each) <= available]
+    baseline, fitting = entries[0], []
     for each in entries:
-        if available is not None and each not in fitting:
+        if available is None or need(each) <= available:
+            fitting.append(each)
+        else:
             measured.failures[each.name] = (
                 f"needs about {need(each) / 2**30:.1f} GiB on {device}, "
                 f"where {available / 2**30:.1f} GiB can be used"
             )
-    baseline = entries[0]
     if available is not None and baseline not in fitting:
-        total = sum(torch.Size(shape).numel() for shape in shapes)
+        total = sum(map(prod, shapes))
         fits = int(total * available / need(baseline)) // 10**6
         raise MemoryError(
             f"the baseline {baseline.name!r} {measured.failures[baseline.name]}. Free memory, "
@@ -253,7 +254,13 @@ def _rounds(
                 copy.run(clock, number >= 0)
                 # Another entry goes first in every round, when caches are full of the copy.
                 first = number % max(len(running), 1)
-                _each(running, methodcaller("run", clock, number >= 0), failures, first)
+                for each in running[first:] + running[:first]:
+                    try:
+                        each.run(clock, number >= 0)
+                    except Exception as raised:
+                        failures[each.entry.name] = _one_line(raised)
+                        each.close()
+                        running.remove(each)
                 complete += number >= 0
         return True
     except KeyboardInterrupt:
@@ -279,21 +286,6 @@ def _launches(
             running.close()
             gc.collect()
             clock.release()
-
-
-def _each(
-    running: list[Running],
-    act: Callable[[Running], None],
-    failures: dict[str, str],
-    first: int = 0,
-) -> None:
-    for each in running[first:] + running[:first]:
-        try:
-            act(each)
-        except Exception as raised:
-            failures[each.entry.name] = _one_line(raised)
-            each.close()
-            running.remove(each)
 
 
 def _result(each: Running, references: Sequence[np.ndarray], interleaved: bool) -> Result:
