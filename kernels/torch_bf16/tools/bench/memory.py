@@ -54,18 +54,15 @@ def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor])
         an optimizer keeps of weights beyond the parameter: masters, remainders, Kahan's sums.
     """
     weights = list(parameters)
-    roles: dict[str, list[Tensor]] = {"weights": weights, "gradients": [], "moments": []}
-    roles |= {"gradients": [p.grad for p in weights if p.grad is not None], "master": []}
+    gradients = [p.grad for p in weights if p.grad is not None]
+    roles = {"weights": weights, "gradients": gradients, "moments": [], "master": []}
     for state in optimizer.state.values():
         for name, value in dict(state).items():
-            role = "master" if extra_bits(name) else "moments"
-            roles[role] += _tensors([value])
-    seen: dict[int, Any] = {}
-    found = {}
+            roles["master" if extra_bits(name) else "moments"] += _tensors([value])
+    found, before = {}, []
     for role, tensors in roles.items():
-        new = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-        found[role] = sum(each.nbytes() for key, each in new.items() if key not in seen)
-        seen |= new
+        found[role] = _sizes(before + tensors) - _sizes(before)
+        before += tensors
     return found
 
 
@@ -143,7 +140,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 def needed_bytes(entry: Entry, shapes: Shapes) -> int:
     """An estimate of an entry's peak in bytes, rather too large."""
-    numels = [torch.Size(shape).numel() for shape in shapes]
+    numels = [math.prod(shape) for shape in shapes]
     return int(entry.estimate * sum(numels) + entry.scratch * max(numels))
 
 
