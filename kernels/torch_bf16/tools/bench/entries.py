@@ -15,7 +15,7 @@ from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 
 from .models import Shapes
 
-__all__ = ["OPTIONS", "OURS", "Entry", "ours"]
+__all__ = ["OPTIONS", "OURS", "Entry", "of_recipe", "ours"]
 
 # The same for all entries, so that none gains by skipping a term.
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -107,17 +107,22 @@ def ours(names: Sequence[str | Recipe], backend: str | None = None) -> tuple[Ent
         names: names of recipes, or recipes; an alias counts as the recipe that it stands for.
         backend: None for the one that is chosen for the device.
     """
-    recipes = [get_recipe(name) for name in names]
-    return tuple(
-        Entry(
-            recipe.name,
-            f"weights {recipe.weights}, moments {recipe.exp_avg} / {recipe.exp_avg_sq}",
-            "torch_bf16:AdamW",
-            # Vectors keep masters and fp32 moments; there are few of them.
-            estimate=2.1 + recipe.bytes_per_parameter,
-            options={"recipe": recipe},
-            attributes={"backend": backend},
-            scratch=0 if backend != "eager" else 48,
-        )
-        for recipe in dict.fromkeys(recipes)
+    recipes = dict.fromkeys(get_recipe(name) for name in names)
+    return tuple(of_recipe(each.name, each, backend) for each in recipes)
+
+
+def of_recipe(
+    name: str, recipe: Recipe, backend: str | None, optimizer: str = "AdamW", **attributes: Any
+) -> Entry:
+    """One of our optimizers in a recipe; ``attributes`` are further ones of :class:`Entry`."""
+    return Entry(
+        name,
+        f"weights {recipe.weights}, moments {recipe.exp_avg} / {recipe.exp_avg_sq}",
+        f"torch_bf16:{optimizer}",
+        # Vectors keep masters and fp32 moments; there are few of them.
+        estimate=2.1 + recipe.bytes_per_parameter,
+        options={"recipe": recipe},
+        attributes={"backend": backend},
+        scratch=0 if backend != "eager" else 48,
+        **attributes,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch_bf16 import rules
 from torch_bf16.formats import ROLES
 from torch_bf16.recipe import RECIPES, Recipe
 
-from .entries import OPTIONS, Entry, ours
+from .entries import OPTIONS, Entry, of_recipe, ours
 
 __all__ = ["BASE", "FORMATS", "RULES", "every_rule"]
 
@@ -76,18 +77,7 @@ def every_rule(backend: str | None) -> tuple[Entry, ...]:
         for size, recipe in FORMATS.items():
             # A rule without second moments, say, has fewer formats than there are recipes.
             stored = (name, recipe.weights, *(getattr(recipe, role) for role in roles))
-            found.setdefault(
-                stored,
-                Entry(
-                    f"{name} {size}",
-                    f"weights {recipe.weights}, moments {recipe.exp_avg} / {recipe.exp_avg_sq}",
-                    f"torch_bf16:{optimizer}",
-                    # Some rules keep one number more than AdamW, in fp32.
-                    estimate=2.1 + recipe.bytes_per_parameter + 4,
-                    arguments=arguments,
-                    options={"recipe": recipe},
-                    attributes={"backend": backend},
-                    scratch=0 if backend != "eager" else 48,
-                ),
-            )
+            made = of_recipe(f"{name} {size}", recipe, backend, optimizer, arguments=arguments)
+            # Some rules keep one number more than AdamW, in fp32.
+            found.setdefault(stored, replace(made, estimate=made.estimate + 4))
     return (*ours([BASE], backend), *found.values())
