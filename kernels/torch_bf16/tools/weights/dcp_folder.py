@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import pickle
+import struct
 import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
-from .saved import OptimizerStates, Saved, SavedTensor, is_number
+from .saved import OptimizerStates, Saved, SavedTensor, is_number, read_numbers
 from .torch_file import STATES, WEIGHTS
 
 __all__ = ["read_dcp"]
@@ -31,7 +32,7 @@ __all__ = ["read_dcp"]
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": None,  # all of them: dataclasses
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", *(str(each).removeprefix("torch.") for each in (torch.strided,))},
+    "torch": {"Size", "strided"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
@@ -180,12 +181,7 @@ def _numbers(key: str, part: _Part, dtype: torch.dtype, start: int, stop: int) -
             f"{part.file}: {key} of shape {part.sizes} has {size:,} bytes; it is damaged, or was "
             "written by a planner that compresses"
         )
-    buffer = bytearray((stop - start) * dtype.itemsize)
-    with part.file.open("rb", buffering=0) as file:
-        file.seek(at + start * dtype.itemsize)
-        if file.readinto(buffer) != len(buffer):
-            raise CheckpointError(f"{part.file} ended while it was read")
-    return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+    return read_numbers(part.file, at, dtype, start, stop)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,13 +193,10 @@ def _storage(part: _Part) -> tuple[int, int]:
             if info.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile("it is compressed")
             file.seek(part.at + info.header_offset)
-            header = file.read(30)
-            lengths = (
-                int.from_bytes(header[26:28], "little"),
-                int.from_bytes(header[28:30], "little"),
-            )
+            # The header of 30 bytes ends with the lengths of the two fields that follow it.
+            lengths = struct.unpack("<26x2H", file.read(30))
             return part.at + info.header_offset + 30 + sum(lengths), info.file_size
-    except (zipfile.BadZipFile, ValueError, IndexError) as error:
+    except (zipfile.BadZipFile, ValueError, IndexError, struct.error) as error:
         raise CheckpointError(f"{part.file} is damaged at byte {part.at:,}: {error}") from None
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_bf16.checkpoints.files import damaged_safetensors
 
-from .saved import SavedTensor
+from .saved import SavedTensor, read_numbers
 
 __all__ = ["read_safetensors"]
 
@@ -62,19 +61,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
                 raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
             if start + end - begin > size:
                 raise damaged_safetensors(path, f"{name} would end at byte {start + end - begin:,}")
-            read = functools.partial(_read, path, start, dtype)
+            read = functools.partial(read_numbers, path, start, dtype)
             found[name] = SavedTensor(shape, dtype, read)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged_safetensors(path, f"its header is not valid ({error})") from None
     return found, unknown
-
-
-def _read(path: Path, at: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    count = (stop - start) * dtype.itemsize
-    buffer = bytearray(count)
-    with path.open("rb", buffering=0) as file:
-        file.seek(at + start * dtype.itemsize)
-        # One call reads no more than 2 GB, and pieces are smaller than that.
-        if file.readinto(buffer) != count:
-            raise damaged_safetensors(path, "it ended while it was read")
-    return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)

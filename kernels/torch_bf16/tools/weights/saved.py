@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_number"]
+from torch_bf16.errors import CheckpointError
+
+__all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_number", "read_numbers"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,18 @@ class Saved:
         for name, each in self.tensors.items():
             first.setdefault(each.tied or name, name)
         return {name: self.tensors[name] for name in first.values()}
+
+
+def read_numbers(path: Path, at: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Elements ``start`` to ``stop`` of those that begin at byte ``at`` of a file."""
+    count = (stop - start) * dtype.itemsize
+    buffer = bytearray(count)
+    with path.open("rb", buffering=0) as file:
+        file.seek(at + start * dtype.itemsize)
+        # One call reads no more than 2 GB, and pieces are smaller than that.
+        if file.readinto(buffer) != count:
+            raise CheckpointError(f"{path} was cut short while it was read")
+    return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
 def is_number(name: Any, shape: Sequence[int]) -> bool:
