@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from torch_bf16.errors import version_numbers
+from torch_bf16.tools.machine import versions
 
 __all__ = ["HOOKED", "TESTED", "hook", "host_rows", "is_older", "needed"]
 
@@ -59,13 +60,14 @@ def host_rows() -> list[dict[str, Any]]:
     """A row for each host: its version, the oldest and newest one tested, and what is hooked."""
     autoload = sys.modules.get("bf16_autoload")
     waiting = {name for each in sys.meta_path for name in getattr(each, "names", ())}
+    installed = versions(tuple(HOOKED))
     rows = []
     for name, prefixes in HOOKED.items():
         targets = [t for t in getattr(autoload, "TARGETS", ()) if t.startswith(prefixes)]
         rows.append(
             {
                 "name": name,
-                "version": version_of(name),
+                "version": installed[name],
                 "oldest": needed(name),
                 "newest_tested": TESTED[name],
                 "hooked": [t for t in targets if t in waiting],
@@ -73,14 +75,6 @@ def host_rows() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def version_of(name: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def needed(name: str) -> str | None:
