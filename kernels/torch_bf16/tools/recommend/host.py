@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Host", "host_of", "planned_rates"]
+__all__ = ["Host", "host_of", "planned_rates", "rate_of"]
 
 # Prefixes of the modules whose methods call the step, and the hosts that they belong to.
 _HOSTS = {
@@ -111,7 +111,7 @@ def planned_rates(
             except Exception as error:
                 rest = [rates[-1]] * (missing - done)
                 return rates + rest, f"{type(error).__name__} in the schedule: {error}"
-            rates.append([_number(group.get("lr")) for group in optimizer.param_groups])
+            rates.append([rate_of(group) for group in optimizer.param_groups])
     return rates, None
 
 
@@ -129,5 +129,7 @@ def _bare(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _number(rate: Any) -> float:
+def rate_of(group: Mapping[str, Any]) -> float:
+    """A group's learning rate; NaN if it has none."""
+    rate = group.get("lr")
     return math.nan if rate is None else float(rate)

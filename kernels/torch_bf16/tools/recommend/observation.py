@@ -21,7 +21,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 from torch_bf16.tools.monitor import places, sample_of
 
-from .host import Host, host_of
+from .host import Host, host_of, rate_of
 from .models import Models
 from .updates import ParameterSums
 
@@ -124,7 +124,7 @@ class Observer:
         number = self._number(optimizer)
         found = self.found
         found.steps[number] += 1
-        found.rates[number].append([_rate(group) for group in optimizer.param_groups])
+        found.rates[number].append([rate_of(group) for group in optimizer.param_groups])
         looking = found.steps[number] > self._steps // 2
         if looking and not found.models.measuring:
             found.models.measure()
@@ -135,7 +135,7 @@ class Observer:
             return
         self._before.clear()  # a step that raised had no end
         for at, group in enumerate(optimizer.param_groups):
-            rate = _rate(group)
+            rate = rate_of(group)
             for parameter in group["params"]:
                 if parameter.grad is not None and rate != 0 and local(parameter).numel():
                     self._before.append((parameter, rate, (number, at), _sample(parameter)))
@@ -244,7 +244,7 @@ class _Watcher:
                 found.unseen.add(found.models.name_of(parameter) or each.shard.name)
                 continue
             group = self.optimizer.param_groups[each.group]
-            rate = _rate(group)
+            rate = rate_of(group)
             if rate == 0 or not each.shard.memory.numel():
                 continue
             taken = sample_of(each, group, float(scale), _SAMPLE)
@@ -267,11 +267,6 @@ def _sample(parameter: Tensor) -> _Sample:
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     elements = memory.reshape(-1)[where].cpu().double()
     return elements, gradient.detach().reshape(-1)[where].float().cpu(), where
-
-
-def _rate(group: dict[str, Any]) -> float:
-    rate = group.get("lr")
-    return math.nan if rate is None else float(rate)
 
 
 def _positive(rate: float) -> float:
