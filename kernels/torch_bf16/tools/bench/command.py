@@ -141,9 +141,6 @@ def _add_counts(parser: argparse.ArgumentParser, **options: str) -> None:
 def bench(options: argparse.Namespace) -> int:
     """Measure, print, write.
 
-    Args:
-        options: the parsed options.
-
     Returns:
         The exit status: 130 if Ctrl-C ended the rounds early.
 

@@ -115,9 +115,6 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def compare(options: argparse.Namespace) -> int:
     """Compare precisions, or existing runs.
 
-    Args:
-        options: the parsed options.
-
     Returns:
         The exit status: 0 if nothing is lost, 1 if a row stalls, is broken or loses.
 

@@ -43,9 +43,6 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Say whether a run has been learning.
 
-    Args:
-        options: the parsed options.
-
     Returns:
         The exit status: 0 if it has, 1 if weights stall or are broken.
 

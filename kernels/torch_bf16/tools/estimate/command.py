@@ -79,9 +79,6 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
 def estimate(options: argparse.Namespace) -> int:
     """Say how much memory a run will take.
 
-    Args:
-        options: the parsed options.
-
     Returns:
         The exit status: 0.
 

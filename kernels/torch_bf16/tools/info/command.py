@@ -39,11 +39,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def info(options: argparse.Namespace) -> int:
-    """Print what a bug report needs.
-
-    Args:
-        options: the parsed options.
-    """
+    """Print what a bug report needs."""
     publish(record(), options.json, _show)
     return 0
 

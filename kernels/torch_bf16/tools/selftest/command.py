@@ -46,9 +46,6 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
 def selftest(options: argparse.Namespace) -> int:
     """Check whether the package works here, and how fast it is; print and write the record.
 
-    Args:
-        options: the parsed options.
-
     Returns:
         The exit status: 0 if everything is right, else 1.
     """
