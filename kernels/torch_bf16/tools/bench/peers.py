@@ -43,6 +43,10 @@ class Peer:
         return importlib.util.find_spec(self.module) is not None
 
 
+def _peer(module: str, *entries: Entry, pip: str | None = None) -> Peer:
+    return Peer(module, pip or module, entries)
+
+
 def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
     """The package's AdamW, which steps only in train mode and starts in the other one."""
     optimizer = importlib.import_module("schedulefree").AdamWScheduleFree(parameters, **options)
@@ -119,195 +123,168 @@ _TORCH = (
 )
 
 PEERS: dict[str, Peer] = {
-    "torch": Peer("torch", "torch", _TORCH),
-    "torchao": Peer(
+    "torch": _peer("torch", *_TORCH),
+    "torchao": _peer(
         "torchao",
-        "torchao",
-        (
-            Entry(
-                "torchao 8-bit SR",
-                "weights bf16 stochastic, moments 8 bits with fp32 scales per 256",
-                "torchao.optim:AdamW8bit",
-                estimate=6.1,
-                options={"bf16_stochastic_round": True},
-                compiles=True,
-            ),
-            Entry(
-                "torchao bf16 SR",
-                "weights bf16 stochastic, moments bf16 to nearest (torchao.optim._AdamW)",
-                "torchao.optim:_AdamW",
-                estimate=8,
-                options={"bf16_stochastic_round": True},
-                compiles=True,
-            ),
+        Entry(
+            "torchao 8-bit SR",
+            "weights bf16 stochastic, moments 8 bits with fp32 scales per 256",
+            "torchao.optim:AdamW8bit",
+            estimate=6.1,
+            options={"bf16_stochastic_round": True},
+            compiles=True,
+        ),
+        Entry(
+            "torchao bf16 SR",
+            "weights bf16 stochastic, moments bf16 to nearest (torchao.optim._AdamW)",
+            "torchao.optim:_AdamW",
+            estimate=8,
+            options={"bf16_stochastic_round": True},
+            compiles=True,
         ),
     ),
-    "flashoptim": Peer(
+    "flashoptim": _peer(
         "flashoptim",
-        "flashoptim",
-        (
-            Entry(
-                "flashoptim 24-bit",
-                "weights bf16 + 8 bits to nearest, moments 8 bits with fp16 scales per 32",
-                "flashoptim:FlashAdamW",
-                estimate=7.2,
-                options={"master_weight_bits": 24},
-                only_on="cuda",
-            ),
+        Entry(
+            "flashoptim 24-bit",
+            "weights bf16 + 8 bits to nearest, moments 8 bits with fp16 scales per 32",
+            "flashoptim:FlashAdamW",
+            estimate=7.2,
+            options={"master_weight_bits": 24},
+            only_on="cuda",
         ),
     ),
-    "optimi": Peer(
+    "optimi": _peer(
         "optimi",
-        "torch-optimi",
-        (
-            Entry(
-                "optimi Kahan",
-                "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
-                "optimi:AdamW",
-                estimate=10,
-            ),
-            # Its default, it says; but with torch 2.11 version 0.3.3 takes no nn.Parameter for a
-            # tensor that its kernels can update, and loops.
-            Entry(
-                "optimi Kahan, Triton",
-                "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
-                "optimi:AdamW",
-                estimate=10,
-                options={"triton": True},
-                only_on="cuda",
-            ),
+        Entry(
+            "optimi Kahan",
+            "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+            "optimi:AdamW",
+            estimate=10,
         ),
+        # Its default, it says; but with torch 2.11 version 0.3.3 takes no nn.Parameter for a
+        # tensor that its kernels can update, and loops.
+        Entry(
+            "optimi Kahan, Triton",
+            "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+            "optimi:AdamW",
+            estimate=10,
+            options={"triton": True},
+            only_on="cuda",
+        ),
+        pip="torch-optimi",
     ),
-    "bitsandbytes": Peer(
+    "bitsandbytes": _peer(
         "bitsandbytes",
-        "bitsandbytes",
-        (
-            Entry(
-                "bitsandbytes 8-bit",
-                "weights bf16 to nearest, moments 8 bits with fp32 scales per 256",
-                "bitsandbytes.optim:AdamW8bit",
-                estimate=6.1,
-            ),
+        Entry(
+            "bitsandbytes 8-bit",
+            "weights bf16 to nearest, moments 8 bits with fp32 scales per 256",
+            "bitsandbytes.optim:AdamW8bit",
+            estimate=6.1,
         ),
     ),
-    "torchastic": Peer(
+    "torchastic": _peer(
         "torchastic",
-        "torchastic",
-        (
-            Entry(
-                "torchastic SR",
-                "weights and moments bf16 stochastic",
-                "torchastic:AdamW",
-                estimate=8,
-            ),
+        Entry(
+            "torchastic SR",
+            "weights and moments bf16 stochastic",
+            "torchastic:AdamW",
+            estimate=8,
         ),
     ),
-    "heavyball": Peer(
+    "heavyball": _peer(
         "heavyball",
-        "heavyball",
-        (
-            # consume_grad would remove the gradients, which the next step needs. The 24-bit mode is
-            # left out: its single graph takes minutes to compile for thirty tensors.
-            Entry(
-                "heavyball SR",
-                "weights and moments bf16 stochastic",
-                "heavyball:AdamW",
-                estimate=12,
-                options={"storage_dtype": "bfloat16", "consume_grad": False},
-                compiles=True,
-            ),
+        # consume_grad would remove the gradients, which the next step needs. The 24-bit mode is
+        # left out: its single graph takes minutes to compile for thirty tensors.
+        Entry(
+            "heavyball SR",
+            "weights and moments bf16 stochastic",
+            "heavyball:AdamW",
+            estimate=12,
+            options={"storage_dtype": "bfloat16", "consume_grad": False},
+            compiles=True,
         ),
     ),
-    "pytorch-optimizer": Peer(
+    "pytorch-optimizer": _peer(
         "pytorch_optimizer",
-        "pytorch-optimizer",
-        (
-            Entry(
-                "pytorch-optimizer Kahan",
-                "StableAdamW: weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
-                "pytorch_optimizer:StableAdamW",
-                estimate=14,
-                options={"kahan_sum": True},
-            ),
-            Entry(
-                "pytorch-optimizer 24-bit",
-                "weights bf16 + 8 bits to nearest, moments 8 bits with fp16 scales per 32",
-                "pytorch_optimizer:FlashAdamW",
-                estimate=7.2,
-                options={"master_weight_bits": 24},
-            ),
+        Entry(
+            "pytorch-optimizer Kahan",
+            "StableAdamW: weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+            "pytorch_optimizer:StableAdamW",
+            estimate=14,
+            options={"kahan_sum": True},
+        ),
+        Entry(
+            "pytorch-optimizer 24-bit",
+            "weights bf16 + 8 bits to nearest, moments 8 bits with fp16 scales per 32",
+            "pytorch_optimizer:FlashAdamW",
+            estimate=7.2,
+            options={"master_weight_bits": 24},
+        ),
+        pip="pytorch-optimizer",
+    ),
+    "schedulefree": _peer(
+        "schedulefree",
+        Entry(
+            "schedulefree fp32",
+            "AdamWScheduleFree of the package, all fp32",
+            f"{__name__}:_schedule_free",
+            estimate=16,
+            dtype=torch.float32,
+        ),
+        Entry(
+            "schedule-free 8 bytes",
+            "ours, in bf16-stochastic",
+            "torch_bf16:AdamWScheduleFree",
+            estimate=10.1,
+            scratch=0,
         ),
     ),
-    "schedulefree": Peer(
-        "schedulefree",
-        "schedulefree",
-        (
+    "variants": _peer("torch", *map(_stable, _STABLE), *map(_ours_with, VARIANTS)),
+    "offload": _peer(
+        "torch",
+        Entry(
+            "torchao offload bf16",
+            "moments and a copy of the weights on the host, bf16 to nearest, steps there",
+            "torch_bf16.tools.bench.offload:TorchaoOffload",
+            estimate=6,
+            only_on="cuda",
+            needs=("torchao", "torchao"),
+        ),
+        *(
             Entry(
-                "schedulefree fp32",
-                "AdamWScheduleFree of the package, all fp32",
-                f"{__name__}:_schedule_free",
-                estimate=16,
-                dtype=torch.float32,
-            ),
-            Entry(
-                "schedule-free 8 bytes",
-                "ours, in bf16-stochastic",
-                "torch_bf16:AdamWScheduleFree",
-                estimate=10.1,
+                f"{name}, states on the host",
+                "ours, with offload='states'",
+                "torch_bf16:AdamW",
+                estimate=2.1 + get_recipe(name).bytes_per_parameter,
+                options={"recipe": get_recipe(name, offload="states")},
                 scratch=0,
-            ),
+            )
+            for name in ("bf16-stochastic", "bf16-fp32-master")
         ),
     ),
-    "variants": Peer("torch", "torch", (*map(_stable, _STABLE), *map(_ours_with, VARIANTS))),
-    "offload": Peer(
-        "torch",
-        "torch",
-        (
-            Entry(
-                "torchao offload bf16",
-                "moments and a copy of the weights on the host, bf16 to nearest, steps there",
-                "torch_bf16.tools.bench.offload:TorchaoOffload",
-                estimate=6,
-                only_on="cuda",
-                needs=("torchao", "torchao"),
-            ),
-            *(
-                Entry(
-                    f"{name}, states on the host",
-                    "ours, with offload='states'",
-                    "torch_bf16:AdamW",
-                    estimate=2.1 + get_recipe(name).bytes_per_parameter,
-                    options={"recipe": get_recipe(name, offload="states")},
-                    scratch=0,
-                )
-                for name in ("bf16-stochastic", "bf16-fp32-master")
-            ),
-        ),
-    ),
-    "muon": Peer(
+    "muon": _peer(
         "torch.optim._muon",  # since torch 2.9
-        "torch",
-        (
-            _muon_entry("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", fp32=True),
-            _muon_entry("torch Muon bf16", "torch.optim.Muon, all bf16", "torch.optim"),
-            _muon_entry(
-                "pytorch-optimizer Muon",
-                "all fp32",
-                "pytorch_optimizer",
-                fp32=True,
-                needs=("pytorch_optimizer", "pytorch-optimizer"),
-            ),
-            _muon_entry(
-                "heavyball Muon SR",
-                "weights and momentum bf16 stochastic",
-                "heavyball",
-                arguments={"lr": 1e-4, "weight_decay": 0.01, "betas": (0.95, 0.99)},
-                options={"storage_dtype": "bfloat16", "consume_grad": False},
-                compiles=True,
-                needs=("heavyball", "heavyball"),
-            ),
-            _muon_entry("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16"),
+        _muon_entry("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", fp32=True),
+        _muon_entry("torch Muon bf16", "torch.optim.Muon, all bf16", "torch.optim"),
+        _muon_entry(
+            "pytorch-optimizer Muon",
+            "all fp32",
+            "pytorch_optimizer",
+            fp32=True,
+            needs=("pytorch_optimizer", "pytorch-optimizer"),
         ),
+        _muon_entry(
+            "heavyball Muon SR",
+            "weights and momentum bf16 stochastic",
+            "heavyball",
+            arguments={"lr": 1e-4, "weight_decay": 0.01, "betas": (0.95, 0.99)},
+            options={"storage_dtype": "bfloat16", "consume_grad": False},
+            compiles=True,
+            needs=("heavyball", "heavyball"),
+        ),
+        _muon_entry("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16"),
+        pip="torch",
     ),
 }
 """Peers by their names after ``--against``."""
