@@ -169,8 +169,7 @@ def _updates(runs: Sequence[Run]) -> dict[str, Any]:
     for layer in known[0].survived if windows else ():
         sums = np.array([run.survived[layer][:windows] for run in known])
         kept, whole = sums[:, :, 0], sums[:, :, 1]
-        shares = np.divide(kept, whole, out=np.full_like(kept, np.nan), where=whole > 0)
-        total = whole.sum()
+        shares, total = _ratio(kept, whole), whole.sum()
         each = shares[np.isfinite(shares)]
         layers[layer] = {
             "windows": [_number(v) for v in _ratio(kept.sum(axis=0), whole.sum(axis=0))],

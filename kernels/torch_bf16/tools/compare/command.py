@@ -136,7 +136,8 @@ def compare(options: argparse.Namespace) -> int:
     else:
         refuse(options, _ONLY_TRAINED, "runs that exist are read and nothing is trained")
         rows, metric = runs_of(options.what, options.metric)
-        found = _analyse(rows, options.reference, {"what": "runs that exist", "measure": metric})
+        reference = _reference(options.reference, [*rows])
+        found = _analyse(rows, reference, {"what": "runs that exist", "measure": metric})
         found["environment"] = {}
     if record is None:
         found["command"] = command_line(options.arguments)
@@ -155,9 +156,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     if len(rows) < 2:
         found = f"one row, {rows[0].name}" if rows else "no row"
         raise ValueError(f"there is {found}, and nothing to compare: --precisions A,B names two")
-    reference = options.reference or rows[0].name
-    if reference not in {row.name for row in rows}:
-        raise ValueError(f"--reference {reference!r} is not a row; those: {_names(rows)}")
+    reference = _reference(options.reference, [row.name for row in rows])
     choice = choice_of(options.optimizer or _OPTIMIZER)
     if options.lr and "lr" in choice.options:
         raise ValueError(f"--lr {options.lr:g} and {choice.text} are two learning rates: give one")
@@ -199,12 +198,9 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _analyse(
-    rows: Mapping[str, Sequence[Run]], reference: str | None, about: Mapping[str, str]
+    rows: Mapping[str, Sequence[Run]], reference: str, about: Mapping[str, str]
 ) -> dict[str, Any]:
-    base = reference or next(iter(rows))
-    if base not in rows:
-        raise ValueError(f"--reference {base!r} is not a row; those: {', '.join(rows)}")
-    found = {"schema": 1, "kind": "compare", **about, **analyse(rows, base)}
+    found = {"schema": 1, "kind": "compare", **about, **analyse(rows, reference)}
     judge(found)
     found["notes"] = _notes(found, rows)
     return found
@@ -294,5 +290,8 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _names(rows: Sequence[Row]) -> str:
-    return ", ".join(row.name for row in rows)
+def _reference(asked: str | None, names: Sequence[str]) -> str:
+    reference = asked or names[0]
+    if reference not in names:
+        raise ValueError(f"--reference {reference!r} is not a row; those: {', '.join(names)}")
+    return reference
