@@ -106,11 +106,11 @@ def estimate(options: argparse.Namespace) -> int:
             device = torch.device(options.device)
             live = activations(shapes.model, precision, options.batch, device)
         alone = memory(shapes, precision, optimizer)
-        part = memory(shapes, precision, optimizer, options.ranks) if options.ranks > 1 else None
-        sent = None
-        if part is not None:
-            sent = traffic(shapes, precision, optimizer, options.ranks)
-        rows.append(row(precision, alone, live, part, sent))
+        sharded = None
+        if options.ranks > 1:
+            arguments = shapes, precision, optimizer, options.ranks
+            sharded = memory(*arguments), traffic(*arguments)
+        rows.append(row(precision, alone, live, sharded))
     zero = []
     if options.ranks > 1:
         zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]

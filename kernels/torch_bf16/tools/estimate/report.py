@@ -17,15 +17,12 @@ __all__ = ["row", "show"]
 _DEVICES = (24, 48, 80, 141, 192)
 """Sizes of devices in GB of 10^9 bytes; most hold a few per cent more, for CUDA's context."""
 
-_GB = 10**9
-
 
 def row(
     precision: Precision,
     alone: Memory,
     live: int | None,
-    part: Memory | None,
-    traffic: Traffic | None,
+    sharded: tuple[Memory, Traffic] | None,
 ) -> dict[str, Any]:
     """The record of one precision, in bytes.
 
@@ -33,8 +30,8 @@ def row(
         precision: the precision.
         alone: its memory on one device.
         live: what a forward and backward pass hold, with gradients; None if not measured.
-        part: its memory on rank 0 of several; None for one device.
-        traffic: what that rank gathers, reduces and sends.
+        sharded: its memory on rank 0 of several, and what that rank gathers, reduces and sends;
+            None for one device.
     """
     activations = None if live is None else max(0, live - alone.gradients)
     peak = alone.peak(activations or 0)
@@ -50,8 +47,9 @@ def row(
         "fits": _fits_on(peak),
         "checkpoint": alone.saved,
     }
-    if part is not None and traffic is not None:
-        beside = traffic.gathered + traffic.reduced + (activations or 0)
+    if sharded is not None:
+        part, traffic = sharded
+        peak = part.peak(traffic.gathered + traffic.reduced + (activations or 0))
         alone_only = {"unsaved", "buckets"}
         each = {name: size for name, size in asdict(part).items() if name not in alone_only}
         found["rank"] = {
@@ -60,8 +58,8 @@ def row(
             "held": part.held,
             "gathered": traffic.gathered,
             "reduced": traffic.reduced,
-            "peak": part.peak(beside),
-            "fits": _fits_on(part.peak(beside)),
+            "peak": peak,
+            "fits": _fits_on(peak),
             "sent_per_step": traffic.sent,
         }
     return found
@@ -119,7 +117,7 @@ def _formats(precision: Precision) -> dict[str, str]:
 
 def _fits_on(peak: int) -> dict[str, bool]:
     """Which of :data:`_DEVICES` have that much room."""
-    return {str(size): peak <= size * _GB for size in _DEVICES}
+    return {str(size): peak <= size * 10**9 for size in _DEVICES}
 
 
 def _device(fits: Mapping[str, bool]) -> str:
