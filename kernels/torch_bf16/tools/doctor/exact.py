@@ -46,7 +46,7 @@ def has_master(tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
 
 
 def moment(state: Mapping[str, Any], name: str) -> Read | None:
-    """A reader of a moment in fp32; None if the moment is in no known format."""
+    """A reader of a moment in fp32; None if there is none, or it is in no known format."""
     format_ = stored_format(state, name)
     if format_ is None or not isinstance(state[name], SavedTensor):
         return None

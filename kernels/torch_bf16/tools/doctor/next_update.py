@@ -102,9 +102,9 @@ def next_update(
 def _update(
     state: Mapping[str, Any], group: Mapping[str, Any], lr: float, step: int
 ) -> Callable[[Tensor, int, int], Tensor] | None:
-    first = moment(state, "exp_avg") if "exp_avg" in state else None
-    second = moment(state, "exp_avg_sq") if "exp_avg_sq" in state else None
-    buffer = moment(state, "momentum_buffer") if "momentum_buffer" in state else None
+    first, second, buffer = (
+        moment(state, name) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    )
     if buffer is not None:
         return lambda w, start, stop: buffer(start, stop) * -lr
     betas = group.get("betas")
