@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch_bf16.errors import CheckpointError
 
+from .dcp_folder import read_dcp
 from .safetensors_file import read_safetensors
 from .saved import Saved
 from .torch_file import read_optimizer, read_torch_file
@@ -66,13 +67,9 @@ def _file(path: Path) -> Saved:
 
 def _folder(path: Path) -> Saved:
     if (path / ".metadata").exists():
-        from .dcp_folder import read_dcp
-
         return read_dcp(path)
     names = {each.name for each in path.iterdir()}
     if sharded := sorted(path.glob("*model_fsdp_*/.metadata")):
-        from .dcp_folder import read_dcp
-
         found = read_dcp(sharded[0].parent)
         states = path / "optimizer_0"
         if (states / ".metadata").exists():
