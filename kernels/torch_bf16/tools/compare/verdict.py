@@ -7,10 +7,8 @@ from typing import Any
 
 __all__ = ["BAD", "judge"]
 
-REFERENCE, FINE, LOSES, STALLS, BROKEN, UNDECIDED = (
-    *("reference", "as good", "loses", "stalls", "broken"),
-    "one pair",
-)
+REFERENCE, FINE, LOSES = "reference", "as good", "loses"
+STALLS, BROKEN, UNDECIDED = "stalls", "broken", "one pair"
 BAD = (LOSES, STALLS, BROKEN)
 # Shares of the reference's improvement that count as lost: over several pairs, and in a single one.
 _LOST, _LOST_ALONE = 0.002, 0.05
@@ -30,22 +28,20 @@ def judge(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         row["stalled"] = _stalled_layers(row)
         row["verdict"] = _verdict(row, row is reference, found["improvement"] or 0.0)
-    bad = [row for row in found["rows"] if row["verdict"] in BAD]
-    good = [row["name"] for row in found["rows"] if row["verdict"] == FINE]
+    near = [row for row in found["rows"] if row["verdict"] == FINE]
     pairs = max(row["pairs"] for row in found["rows"])
-    if good:
-        verb = "end" if len(good) > 1 else "ends"
-        sentences.append(f"{_join(good)} {verb} where {found['reference']} ends")
+    if near:
+        verb = "end" if len(near) > 1 else "ends"
+        good = _join([row["name"] for row in near])
+        sentences.append(f"{good} {verb} where {found['reference']} ends")
     for kind in (BROKEN, STALLS, LOSES):
         sentences += [
             _sentence(r, found["reference"]) for r in found["rows"] if r["verdict"] == kind
         ]
-    near = [row for row in found["rows"] if row["verdict"] == FINE]
-    # Among many rows, differences that chance explains are left to the table.
-    worth_saying = (
-        near if len(near) <= _MOST else [row for row in near if not _by_chance(row["against"])]
-    )
-    sentences += [_sentence(row, found["reference"]) for row in worth_saying]
+    if len(near) > _MOST:
+        # Among many rows, differences that chance explains are left to the table.
+        near = [row for row in near if not _by_chance(row["against"])]
+    sentences += [_sentence(row, found["reference"]) for row in near]
     alone = [row for row in found["rows"] if row["verdict"] == UNDECIDED and row["against"]]
     if alone:
         each = ", ".join(f"{row['name']} {row['against']['mean']:+.4f}" for row in alone)
@@ -54,7 +50,8 @@ def judge(found: dict[str, Any]) -> None:
         sentences.append(
             f"with {pairs} pairs the 95 % interval is wide; five or more make it narrower"
         )
-    found["sentences"], found["healthy"] = sentences, not bad
+    found["sentences"] = sentences
+    found["healthy"] = not any(row["verdict"] in BAD for row in found["rows"])
 
 
 def _verdict(row: Mapping[str, Any], is_reference: bool, improvement: float) -> str:
