@@ -69,10 +69,6 @@ class Series:
         """The mean loss at the end; NaN for a run that did not get there."""
         return float(self._losses[id(run)][-self.tail :].mean()) if self.whole(run) else math.nan
 
-    def begin(self, run: Run) -> float:
-        """The very first loss of a run."""
-        return run.losses[0]
-
     @property
     def points(self) -> list[int]:
         """Indices of the steps to draw; the last step is among them."""
@@ -89,7 +85,7 @@ def analyse(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, An
     """
     series = Series([run for runs in by_row.values() for run in runs])
     base = by_row[reference]
-    improvement = float(np.mean([series.begin(r) - series.final(r) for r in base]))
+    improvement = float(np.mean([run.losses[0] - series.final(run) for run in base]))
     rows = [_row(name, runs, base, series, improvement) for name, runs in by_row.items()]
     _check_twins(rows, reference)
     return {

@@ -178,11 +178,8 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     if options.fresh:
         store.clear()
     runs = train_all(plan, rows, options.seeds or _SEEDS, store)
-    by_row: dict[str, list[Run]] = {row.name: [] for row in rows}
-    for run in runs:
-        by_row[run.row].append(run)
     about = {"what": plan.subject.name, "measure": "training loss"}
-    found = _analyse(by_row, reference, about)
+    found = _analyse(runs, reference, about)
     for row, result in zip(rows, found["rows"], strict=True):
         result["described"] = row.description
     found["settings"] = {

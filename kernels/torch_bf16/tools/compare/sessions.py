@@ -49,8 +49,8 @@ def _interrupts() -> Iterator[_Interrupts]:
         signal.signal(signal.SIGINT, before)
 
 
-def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list[Run]:
-    """Train every row with every seed, all rows of a seed before the next seed.
+def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> dict[str, list[Run]]:
+    """Train every row with every seed, all rows of a seed before the next; the runs by row.
 
     Args:
         plan: what all runs share.
@@ -62,7 +62,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
         KeyboardInterrupt: after the run in progress was saved.
         ValueError: the model, its batches or an optimizer cannot be used.
     """
-    found: dict[tuple[str, int], Run] = {}
+    found: dict[str, list[Run]] = {row.name: [] for row in rows}
     with progress_line(sys.stderr) as show, _interrupts() as interrupts:
         progress = Progress(plan.steps * len(rows) * seeds, show)
         for seed in range(seeds):
@@ -73,8 +73,8 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
                     store.save(row, run)
                 else:
                     progress.start(f"{row.name}, seed {seed}", plan.steps, plan.steps)
-                found[row.name, seed] = run
-    return [found[row.name, seed] for row in rows for seed in range(seeds)]
+                found[row.name].append(run)
+    return found
 
 
 def _train(
