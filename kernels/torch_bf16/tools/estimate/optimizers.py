@@ -85,7 +85,10 @@ def optimizer_spec(text: str) -> OptimizerSpec:
     Raises:
         ValueError: the optimizer is not in :data:`OPTIMIZERS`, or an option is wrong.
     """
-    name, options = _parse(text)
+    dotted, options = class_and_options(text)
+    name = re.split("[.:]", dotted)[-1]
+    if name not in OPTIMIZERS:
+        raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
     if options:
         return measure_spec(text, name, options)
     rule, scratch = PLAIN[name]
@@ -108,14 +111,6 @@ def measure_spec(text: str, name: str, options: Mapping[str, Any]) -> OptimizerS
     except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
     return OptimizerSpec(text, rule, torch_optimizer and _scratch(torch_optimizer, parameter))
-
-
-def _parse(text: str) -> tuple[str, dict[str, Any]]:
-    dotted, options = class_and_options(text)
-    name = re.split("[.:]", dotted)[-1]
-    if name not in OPTIMIZERS:
-        raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
-    return name, options
 
 
 def _make(

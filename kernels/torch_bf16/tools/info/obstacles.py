@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,8 @@ def _environment() -> Iterator[Obstacle]:
             yield Obstacle("refused", str(error), f"change {variable}, or unset it")
     try:
         if not refused:
-            release_options(options_from_environment(_set(OPTIONS)))
+            given = {name: os.environ[name] for name in OPTIONS if name in os.environ}
+            release_options(options_from_environment(given))
     except ValueError as error:
         yield Obstacle("refused", str(error), "BF16_RELEASE_GRADIENTS=1, or unset it")
     for name, meant in misspelt_variables().items():
@@ -134,10 +135,6 @@ def _environment() -> Iterator[Obstacle]:
         yield Obstacle(
             "slow", "TRITON_INTERPRET=1: Triton's kernels run in its interpreter", "unset it"
         )
-
-
-def _set(names: Iterable[str]) -> dict[str, str]:
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _read_backend(environment: Mapping[str, str]) -> None:
