@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,15 +86,11 @@ def all_checks() -> dict[str, Check]:
     found: dict[str, Check] = {}
     for name in _OPTIMIZERS:
         for recipe in (*_NAMED, INT8_MOMENTS):
-            found[f"{name}, {recipe.name}"] = _bind(_plain, recipe, name)
+            found[f"{name}, {recipe.name}"] = partial(_plain, recipe=recipe, name=name)
     for recipe in _NAMED:
         for what, check in _SITUATIONS.items():
-            found[f"{what}, {recipe.name}"] = _bind(check, recipe)
+            found[f"{what}, {recipe.name}"] = partial(check, recipe=recipe)
     return found
-
-
-def _bind(check: Callable[..., str | None], *arguments: Any) -> Check:
-    return lambda device: check(device, *arguments)
 
 
 def _make(
@@ -290,7 +287,7 @@ def waiting_is_an_error() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-_SITUATIONS: dict[str, Callable[[torch.device, Recipe], str | None]] = {
+_SITUATIONS: dict[str, Callable[..., str | None]] = {
     "gradients that move": _moved_gradients,
     "other gradients in each step": _changed_sets,
     "found_inf": _found_inf,
