@@ -118,7 +118,8 @@ def check_conversion(
     target = fused_class(optimizer, recipe)
     if target is None:
         check_steps_on_copies(optimizer)
-    of_model = {id(p): name for name, p in model.named_parameters()} if model else {}
+    named = () if model is None else model.named_parameters()
+    of_model = {id(parameter): name for name, parameter in named}
     for number, group in enumerate(optimizer.param_groups):
         if target is not None:
             check_options(group, number)
