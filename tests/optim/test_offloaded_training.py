@@ -100,6 +100,8 @@ def test_a_run_is_resumed_under_either_place(link, before, after, tmp_path):
     assert same(contents(model, optimizer), expected)
 
 
+# torch's own makes the states to load.
+@pytest.mark.filterwarnings("ignore:.*was not converted")
 def test_a_state_dict_of_torch_and_one_of_another_recipe_are_put_there(link):
     model = network()[0]
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -87,6 +87,8 @@ def test_states_of_a_sharded_run_go_on_whole_in_a_plain_one(mesh, recipe, make):
     assert all(map(torch.equal, *ends))
 
 
+# torch's own makes the states to load.
+@pytest.mark.filterwarnings("ignore:.*was not converted")
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 def test_a_number_in_a_saved_state_is_not_taken_for_a_sharded_tensor(mesh, ours):
     """NAdam's ``mu_product``, which every state dict of it has."""
