@@ -84,6 +84,9 @@ def _level_of_program() -> int:
     A scheduler wraps ``step()`` in its module, whose warnings Accelerate silences.
     """
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("torch", "torch_bf16"):
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "torch",
+        "torch_bf16",
+    ):
         frame, level = frame.f_back, level + 1
     return level
