@@ -48,7 +48,9 @@ class ListOptions:
     ) -> None:
         parameters: list[Tensor] = group["params"]
         self._whole = {name: group[name] for name in names_of_lists(group, defaults)}
-        self._places = [n for n, each in enumerate(parameters) if id(each) in ids]
+        # Most groups have no such option, and thousands of parameters.
+        found = enumerate(parameters) if self._whole else ()
+        self._places = [n for n, each in found if id(each) in ids]
         self.cut = {name: [each[n] for n in self._places] for name, each in self._whole.items()}
 
     def joined(self, after: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, list[Any]]:

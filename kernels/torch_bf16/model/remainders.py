@@ -170,19 +170,23 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
     if _was_written(shard, remainder):
         return None
     same = _same_bits(shard, remainder)
-    comparable = shard.replaces_parameter == remainder.placed
-    if same is False or (same is None and not comparable and shard.version() != 0):
+    if same is False:
+        return None
+    if same is None and not _comparable(shard, remainder) and shard.version() != 0:
         return None
     memory = shard.memory.contiguous()
     bits = remainder.bits.to(memory.device)
     return _plane(memory, bits if bits.shape == memory.shape else shard.take(bits), dtype)
 
 
+def _comparable(shard: Shard, remainder: _Remainder) -> bool:
+    """Whether versions can be compared: no other parameter has taken the cast one's place."""
+    return shard.replaces_parameter == remainder.placed
+
+
 def _was_written(shard: Shard, remainder: _Remainder) -> bool:
     """Whether a write that counts has made a remainder void."""
-    # Versions cannot be compared if another parameter has taken the place of the cast one.
-    comparable = shard.replaces_parameter == remainder.placed
-    return comparable and remainder.version != shard.version()
+    return _comparable(shard, remainder) and remainder.version != shard.version()
 
 
 def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:

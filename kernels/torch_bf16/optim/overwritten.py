@@ -92,8 +92,11 @@ def without_remainders(
     if snapshot is None:
         return valid
     watch = snapshot.data
-    loaded = remainders.second_plane(shard, torch.int16) is not None
-    if watch is not None and watch.knows(snapshot.version) and not loaded:
+    if (
+        watch is not None
+        and watch.knows(snapshot.version)
+        and remainders.second_plane(shard, torch.int16) is None
+    ):
         if (changed := watch.changed()) is not None:
             for key in REMAINDERS & state.keys():
                 valid[key] = shard.place(local(state[key]).masked_fill(changed, 0))

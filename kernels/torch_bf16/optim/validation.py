@@ -64,14 +64,13 @@ def check_group(
         # Frozen parameters of other dtypes are checked only when they get a gradient.
         frozen = not parameter.requires_grad and parameter.dtype not in _TRAINABLE
         if not (is_lazy(parameter) or frozen or id(parameter) in cast):
-            known = group.get("param_names") or names
-            with prefix_errors(functools.partial(_label, group, number, position, known)):
+            with prefix_errors(functools.partial(_label, group, number, position, names)):
                 check_parameter(shard_of(parameter))
 
 
-def _label(group: Mapping[str, Any], number: int, position: int, names: Sequence[str] = ()) -> str:
+def _label(group: Mapping[str, Any], number: int, position: int, names: Sequence[str]) -> str:
     """A parameter as messages describe it, while its group is not yet in the optimizer."""
-    shape = tuple(group["params"][position].shape)
+    names, shape = group.get("param_names") or names, tuple(group["params"][position].shape)
     name = f"{names[position]!r}, " if position < len(names) and names[position] else ""
     return f"parameter {name}number {position} of group {number}, shape {shape},"
 
