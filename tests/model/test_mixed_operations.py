@@ -296,6 +296,22 @@ def test_where_no_autocast_is_on_the_error_says_to_turn_it_on():
     assert str(caught.value).count("is off") == 1
 
 
+def test_under_autocast_to_fp16_the_error_says_to_name_bf16():
+    """On CPUs torch's norms refuse fp16 inputs; as torch.autocast("cuda") is without a dtype."""
+    model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    match = (
+        r"'1\.weight' of LayerNorm is a bfloat16 weight and met .* this autocast is to float16, .* "
+        r"Name bfloat16: torch\.autocast\('cpu', torch\.bfloat16\), and leave out the GradScaler"
+    )
+    with (
+        pytest.raises(RuntimeError, match=match) as caught,
+        torch.autocast("cpu", BF16),
+        torch.autocast("cpu", torch.float16),
+    ):
+        model(x(2, 8))
+    assert "keep_fp32" not in str(caught.value)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_under_the_modes_own_autocast_the_part_that_switches_it_off_is_to_be_mended(times):
     call = cast_model(nn.Linear(8, 8)).forward

@@ -85,11 +85,12 @@ def carry_autocast(
 ) -> _M:
     """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
 
-    Called where autocast is off, ``forward`` enters it and returns fp32; within another forward,
-    or under autocast, only what the whole model returns becomes fp32. With ``compute="fp32"`` it
-    also enters its own autocast inside an autocast to bf16. It removes itself once no parameter is
-    bf16, after ``model.float()``. Copies and pickles keep it, and need this package where they are
-    loaded; state dicts do not contain it.
+    Called where autocast is off, or is to fp16, as ``torch.autocast("cuda")`` is, ``forward``
+    enters its own and returns fp32; within another forward, or under autocast to bf16, only what
+    the whole model returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast
+    inside an autocast to bf16. It removes itself once no parameter is bf16, after
+    ``model.float()``. Copies and pickles keep it, and need this package where they are loaded;
+    state dicts do not contain it.
 
     Args:
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
@@ -123,13 +124,14 @@ def carry_autocast(
     check_compute(compute)
     check_scripted(model, compute)
     scripted = _called_by_scripts(model)
+    whole = dict(model.named_children()).get("_orig_mod", model)  # what torch.compile traces
     for each in model.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
             carried.map_tensors, carried.compute, carried.autocast = map_tensors, compute, autocast
         elif id(each) not in scripted and _is_called(each) and _is_bf16(each):
             each.__dict__["forward"] = CarriedForward(
-                each, each is model, map_tensors, compute, autocast
+                each, each is whole, map_tensors, compute, autocast
             )
     return model
 
@@ -277,7 +279,7 @@ def _is_inside(carried: CarriedForward, module: Any) -> bool:
     if _calls.depth > 0 and not carried.enters_in_checkpoints:
         return True
     device, fp32 = _device(module), carried.compute == "fp32"
-    on = computes_in_fp32(device) if fp32 else torch.is_autocast_enabled(device)
+    on = computes_in_fp32(device) if fp32 else _is_on(device, carried.compute)
     inside = on or _calls.depth > 0
     if (inside and not carried.enters_in_checkpoints) or not is_called_by_checkpoint():
         return inside
@@ -287,6 +289,13 @@ def _is_inside(carried: CarriedForward, module: Any) -> bool:
         return on or not carried.enters_in_checkpoints
     carried.enters_in_checkpoints = not inside
     return inside
+
+
+def _is_on(device: str, compute: str) -> bool:
+    # Without a dtype, torch.autocast("cuda") means fp16, where gradients underflow unscaled.
+    enabled = torch.is_autocast_enabled(device)
+    other = compute == "autocast" and torch.get_autocast_dtype(device) == torch.float16
+    return enabled and not other
 
 
 def _blank() -> CarriedForward:

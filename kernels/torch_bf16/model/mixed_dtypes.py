@@ -26,6 +26,8 @@ __all__ = ["name_weights_in_errors", "restore"]
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
 
+_FP16 = torch.float16
+
 _original: Any = None
 
 
@@ -86,6 +88,14 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
                     f"call has enabled=False. Call the model under torch.autocast({device!r}, "
                     "torch.bfloat16), whatever the script's own option for mixed precision says, "
                     "or let it carry autocast along: torch_bf16.carry_autocast(model)"
+                )
+            elif context.device == device and context._enabled and context.fast_dtype == _FP16:
+                said = (
+                    f"{named} is a bfloat16 weight and met a tensor of another dtype, because "
+                    "this autocast is to float16, as torch.autocast('cuda') is where it names no "
+                    f"dtype. Name bfloat16: torch.autocast({device!r}, torch.bfloat16), and leave "
+                    "out the GradScaler, or let the model carry its own autocast along: "
+                    "torch_bf16.carry_autocast(model)"
                 )
             else:
                 said = (

@@ -1,0 +1,77 @@
+"""Modules that carry autocast inside of autocast to fp16 and of torch.compile, without a host."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_bf16
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
+
+
+class Net(nn.Module):
+    """Computes a part of itself again in the backward pass, if asked to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x, *, again=False):
+        return self.head(checkpoint(self.body, x, use_reentrant=False) if again else self.body(x))
+
+
+def carried(net: nn.Module, **options: Any) -> Any:
+    return torch_bf16.carry_autocast(torch_bf16.cast_model(net), **options)
+
+
+@pytest.mark.parametrize("again", [None, "part", "whole"])
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_under_autocast_to_fp16_a_model_computes_in_its_own_and_small_gradients_arrive(
+    compute, again
+):
+    """As under ``torch.autocast("cuda")``, which names no dtype, in nnU-Net and others."""
+    outputs, gradients = [], []
+    for around in (contextlib.nullcontext(), torch.autocast("cpu", torch.float16)):
+        net = carried(Net(), compute=compute)
+        with around:
+            if again == "whole":
+                out = checkpoint(net, X, use_reentrant=False)
+            else:
+                out = net(X, again=again == "part")
+            loss = (out * 1e-8).mean()
+        loss.backward()
+        outputs.append(out)
+        gradients.append(net.body[0].weight.grad)
+    assert outputs[1].dtype == torch.float32
+    assert torch.equal(*outputs)
+    assert torch.equal(*gradients)
+    assert gradients[1].count_nonzero()
+
+
+@pytest.mark.parametrize("around", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_a_model_that_was_compiled_before_the_cast_carries_autocast(compute, around):
+    """As in nnU-Net, which compiles its network before a subclass can prepare it."""
+    expected = carried(Net(), compute=compute)(X)
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateImportUsage]
+    compiled = carried(torch.compile(Net(), backend="eager"), compute=compute)  # pyright: ignore
+    context = contextlib.nullcontext() if around is None else torch.autocast("cpu", around)
+    with torch.no_grad(), context:  # torch.compile's own warnings about gradients are errors here
+        found = compiled(X)
+    assert found.dtype == expected.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_a_model_that_was_compiled_before_the_cast_casts_its_inputs_to_compute_in_bf16():
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateImportUsage]
+    compiled = carried(torch.compile(Net(), backend="eager"), compute="bf16")  # pyright: ignore
+    with torch.no_grad():
+        assert torch.equal(compiled(X), carried(Net(), compute="bf16")(X))
