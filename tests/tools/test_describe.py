@@ -85,3 +85,16 @@ def test_states_in_host_memory_are_said():
     assert found.offload == "states"
     assert ", states in host memory, backend " in str(found)
     assert "host memory" not in str(torch_bf16.describe(nn.Linear(3, 3), "bf16-stochastic"))
+
+
+def test_describe_takes_one_converted_optimizer_or_a_recipe_and_says_so():
+    model = torch_bf16.cast_model(nn.Linear(2, 2))
+    optimizer = torch_bf16.AdamW(model.parameters())
+    for wrong in (None, torch.optim.SGD(nn.Linear(2, 2).parameters()), [optimizer]):
+        match = (
+            rf"one optimizer that was prepared .* recipe or its name, not {type(wrong).__name__}\."
+        )
+        with pytest.raises(ValueError, match=match):
+            torch_bf16.describe(model, wrong)
+    with pytest.raises(ValueError, match="unknown recipe 'fp8'"):
+        torch_bf16.describe(model, "fp8")
