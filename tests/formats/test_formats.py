@@ -12,6 +12,7 @@ from torch_bf16.backends.cpu import codegen
 from torch_bf16.backends.cpu.bits import add32, and32, float_from_bits, low32, shl32, shr32
 from torch_bf16.backends.cpu.codecs import CODECS
 from torch_bf16.backends.cpu.compiler import Compiler
+from torch_bf16.backends.cpu.planes import pointers, row
 from torch_bf16.formats import FORMATS
 from torch_bf16.numerics.counter_rng import WEIGHT, draw16, noise_bits
 
@@ -72,60 +73,70 @@ def draws(n: int) -> np.ndarray:
     return draw16(words, WEIGHT).numpy().view(np.uint32)
 
 
+def addresses_of(planes) -> np.ndarray:
+    return np.array([[plane.ctypes.data for plane in planes]])
+
+
 @functools.cache
 def numba_codec(name: str):
-    """``(read_one, read_two, write_one, write_two)`` and the words of one and of two elements."""
+    """Of a format: read_one, read_two, write_one, write_two, the words of one and of two elements,
+    and pointers to planes at given addresses."""
     compiler = Compiler(f"only_{name}")
     formats = [FORMATS[name]]
     return (
         *codegen.reads(compiler, formats, [0]),
         *codegen.writes(compiler, formats, [0], [(0, WEIGHT.shift)]),
         *codegen.words(compiler, 1),
+        pointers(formats),
     )
 
 
 def numba_encode(name: str, x: np.ndarray) -> list[tuple[np.ndarray, ...]]:
     """The planes, written one by one and two by two."""
-    _, _, write_one, write_two, word, two_words = numba_codec(name)
+    _, _, write_one, write_two, word, two_words, planes_at = numba_codec(name)
 
     @numba.njit(error_model="numpy")
-    def singly(planes, x, keys):
+    def singly(addresses, x, keys):
+        planes = planes_at(row(addresses, 0), 0)
         for i in range(len(x)):
-            write_one((planes,), i, (x[i],), word(keys, low32(i)))
+            write_one(planes, i, (x[i],), word(keys, low32(i)))
 
     @numba.njit(error_model="numpy")
-    def in_pairs(planes, x, keys):
+    def in_pairs(addresses, x, keys):
+        planes = planes_at(row(addresses, 0), 0)
         for i in range(0, len(x), 2):
             words = two_words(keys, low32(i), low32(i))
-            write_two((planes,), np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
+            write_two(planes, np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
 
     written = []
     for run in (singly, in_pairs):
         planes = tuple(np.zeros(len(x), NUMPY[p.dtype]) for p in FORMATS[name].planes)
-        run(planes, x, KEYS)
+        run(addresses_of(planes), x, KEYS)
         written.append(planes)
     return written
 
 
 def numba_decode(name: str, planes: tuple[np.ndarray, ...]) -> list[np.ndarray]:
     """The numbers, read one by one and two by two."""
-    read_one, read_two = numba_codec(name)[:2]
+    read_one, read_two, *_, planes_at = numba_codec(name)
 
     @numba.njit(error_model="numpy")
-    def singly(planes, out):
+    def singly(addresses, out):
+        planes = planes_at(row(addresses, 0), 0)
         for i in range(len(out)):
-            out[i] = read_one((planes,), i)[0]
+            out[i] = read_one(planes, i)[0]
 
     @numba.njit(error_model="numpy")
-    def in_pairs(planes, out):
+    def in_pairs(addresses, out):
+        planes = planes_at(row(addresses, 0), 0)
         for i in range(0, len(out), 2):
-            one, two = read_two((planes,), np.uintp(i), None, np.uintp(0))
+            one, two = read_two(planes, np.uintp(i), None, np.uintp(0))
             out[i], out[i + 1] = one[0], two[0]
 
     decoded = []
     for run in (singly, in_pairs):
         out = np.zeros(len(planes[0]), np.float32)
-        run(planes, out)
+        run(addresses_of(planes), out)
         decoded.append(out)
     return decoded
 

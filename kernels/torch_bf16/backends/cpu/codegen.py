@@ -1,14 +1,24 @@
 """Generating the parts of a kernel that read and write the numbers of a variant.
 
-Each part comes in two forms: for one element, and for two neighbours, of which the first has an
-even global index. ``planes`` has a tuple of arrays for each number and ``i`` is the (first)
-element; for formats in blocks, ``j`` is the number of the pair in its tile, and ``scratch`` the
-memory that :mod:`.blocks` describes.
+Each part is Python source in which all numbers are written out: Numba takes 50 ms to compile a
+function, however small, so a function for each number would be slower. A part comes in two forms:
+``one`` for one element, and ``two`` for two neighbours, of which the first has an even global
+index. ``planes`` has a tuple of pointers for each number and ``i`` is the (first) element; for
+formats in blocks, ``j`` is the number of the pair in its tile, and ``scratch`` the memory that
+:mod:`.blocks` describes.
+
+For weights in bf16 with a gradient in bf16 the second form of :func:`reads` is ::
+
+    def two(planes, i, scratch, j):
+        a0_0, b0_0 = load0_0(planes[0][0], i)
+        a1_0, b1_0 = load1_0(planes[1][0], i)
+        return (decode0((a0_0,)), decode1((a1_0,))), (decode0((b0_0,)), decode1((b1_0,)))
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +37,15 @@ from .blocks import (
     threshold,
 )
 from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
-from .compiler import Compiler
+from .compiler import Compiler, tuple_of
 from .llvm_hints import SCRATCH
 from .loads_stores import LOADS, STORES
 from .planes import ELEMENTS
 
 __all__ = ["blocks", "reads", "scratch_offsets", "words", "writes"]
+
+_NO_DRAW = "uint32(0)"
+_DRAWS = {0: lower_draw, 16: upper_draw}
 
 
 def scratch_offsets(formats):
@@ -53,71 +66,47 @@ def words(compiler: Compiler, n: int):
     """
     if not n:
         return no_values, no_values_of_two
-    key, (one_rest, two_rest) = 2 * (n - 1), words(compiler, n - 1)
-
-    def one(keys, index):
-        return (*one_rest(keys, index), word(keys[key], keys[key + 1], index))
-
-    def two(keys, index, near):
-        first, second = word_pair(keys[key], keys[key + 1], index, near)
-        others = two_rest(keys, index, near)
-        return (*others[0], first), (*others[1], second)
-
-    return compiler.compile(one), compiler.compile(two)
-
-
-@inlined
-def _no_draw(words):
-    return np.uint32(0)
-
-
-def _draw(compiler, drawn):
-    if drawn is None:
-        return _no_draw
-    number, shift = drawn
-    half = {0: lower_draw, 16: upper_draw}[shift]
-    return compiler.compile(lambda words: half(words[number]))
+    keys = [f"keys[{2 * k}], keys[{2 * k + 1}]" for k in range(n)]
+    one = [f"word({each}, index)" for each in keys]
+    pairs = [f"a{k}, b{k} = word_pair({each}, index, near)" for k, each in enumerate(keys)]
+    first, second = tuple_of(f"a{k}" for k in range(n)), tuple_of(f"b{k}" for k in range(n))
+    names = {"word": word, "word_pair": word_pair}
+    return (
+        compiler.write("one(keys, index)", [f"return {tuple_of(one)}"], names),
+        compiler.write("two(keys, index, near)", [*pairs, f"return {first}, {second}"], names),
+    )
 
 
 def reads(compiler: Compiler, formats: list[Format], offsets):
     """``one(planes, i)`` and ``two(planes, i, scratch, j)``: fp32 numbers as tuples."""
-    if not formats:
-        return no_values, no_values_of_two
-    head, at = formats[0], offsets[0]
-    one_rest, two_rest = reads(compiler, formats[1:], offsets[1:])
-    decode = (BLOCK_CODECS if head.block > 1 else CODECS)[head.name][0]
-    loads = [LOADS[ELEMENTS[plane.dtype]] for plane in head.planes]
-    (load_one, load_two), (other_one, other_two) = loads[0], loads[-1]
-
-    def one(planes, i):
-        return (decode((load_one(planes[0][0], i),)), *one_rest(planes[1:], i))
-
-    def two(planes, i, scratch, j):
-        first, second = load_two(planes[0][0], i)
-        rest = two_rest(planes[1:], i, scratch, j)
-        return (decode((first,)), *rest[0]), (decode((second,)), *rest[1])
-
-    def one_of_two_planes(planes, i):
-        high, low = planes[0]
-        return (decode((load_one(high, i), other_one(low, i))), *one_rest(planes[1:], i))
-
-    def two_of_two_planes(planes, i, scratch, j):
-        high, next_high = load_two(planes[0][0], i)
-        low, next_low = other_two(planes[0][1], i)
-        rest = two_rest(planes[1:], i, scratch, j)
-        return (decode((high, low)), *rest[0]), (decode((next_high, next_low)), *rest[1])
-
-    def two_of_a_block(planes, i, scratch, j):
-        first, second = load_two(planes[0][0], i)
-        scale = scratch[np.uintp(at + SCALES) + j]
-        rest = two_rest(planes[1:], i, scratch, j)
-        return (decode(first, scale), *rest[0]), (decode(second, scale), *rest[1])
-
-    if head.block > 1:
-        # There are only whole blocks, so no element is left alone.
-        return no_values, compiler.compile(two_of_a_block)
-    chosen = (one, two) if len(loads) == 1 else (one_of_two_planes, two_of_two_planes)
-    return tuple(compiler.compile(each) for each in chosen)
+    names: dict[str, Any] = {}
+    ones, lines, firsts, seconds = [], [], [], []
+    for k, (each, at) in enumerate(zip(formats, offsets, strict=True)):
+        in_blocks = each.block > 1
+        names[f"decode{k}"] = (BLOCK_CODECS if in_blocks else CODECS)[each.name][0]
+        if in_blocks:
+            names[f"load{k}"] = LOADS[ELEMENTS[each.planes[0].dtype]][1]
+            lines += [
+                f"a{k}, b{k} = load{k}(planes[{k}][0], i)",
+                f"scale{k} = scratch[uintp({at + SCALES}) + j]",
+            ]
+            firsts.append(f"decode{k}(a{k}, scale{k})")
+            seconds.append(f"decode{k}(b{k}, scale{k})")
+            continue
+        planes = [f"{k}_{p}" for p in range(len(each.planes))]
+        for p, (plane, of) in enumerate(zip(planes, each.planes, strict=True)):
+            names[f"one{plane}"], names[f"two{plane}"] = LOADS[ELEMENTS[of.dtype]]
+            lines.append(f"a{plane}, b{plane} = two{plane}(planes[{k}][{p}], i)")
+        loads = tuple_of(f"one{plane}(planes[{k}][{p}], i)" for p, plane in enumerate(planes))
+        ones.append(f"decode{k}({loads})")
+        firsts.append(f"decode{k}({tuple_of(f'a{plane}' for plane in planes)})")
+        seconds.append(f"decode{k}({tuple_of(f'b{plane}' for plane in planes)})")
+    lines.append(f"return {tuple_of(firsts)}, {tuple_of(seconds)}")
+    two = compiler.write("two(planes, i, scratch, j)", lines, names)
+    # There are only whole blocks, so no element is left alone.
+    if len(ones) < len(formats):
+        return no_values, two
+    return compiler.write("one(planes, i)", [f"return {tuple_of(ones)}"], names), two
 
 
 def writes(compiler: Compiler, formats: list[Format], offsets, drawn):
@@ -125,64 +114,50 @@ def writes(compiler: Compiler, formats: list[Format], offsets, drawn):
 
     ``drawn`` has for each format the number of its random word and the shift in it, or None.
     """
-    if not formats:
-        return no_effect, no_effect
-    head, at = formats[0], offsets[0]
-    one_rest, two_rest = writes(compiler, formats[1:], offsets[1:], drawn[1:])
-    draw = _draw(compiler, drawn[0])
-    if head.block > 1:
-        return no_effect, _writes_to_scratch(compiler, at, draw, two_rest, head.stochastic)
-    encode = CODECS[head.name][1]
-    stores = [STORES[ELEMENTS[plane.dtype]] for plane in head.planes]
-    (store_one, store_two), (other_one, other_two) = stores[0], stores[-1]
-
-    def one(planes, i, numbers, words):
-        store_one(planes[0][0], i, encode(numbers[0], draw(words))[0])
-        one_rest(planes[1:], i, numbers[1:], words)
-
-    def two(planes, i, first, second, words, scratch, j):
-        value, next_value = encode(first[0], draw(words[0])), encode(second[0], draw(words[1]))
-        store_two(planes[0][0], i, value[0], next_value[0])
-        two_rest(planes[1:], i, first[1:], second[1:], words, scratch, j)
-
-    def one_of_two_planes(planes, i, numbers, words):
-        high, low = encode(numbers[0], draw(words))
-        store_one(planes[0][0], i, high)
-        other_one(planes[0][1], i, low)
-        one_rest(planes[1:], i, numbers[1:], words)
-
-    def two_of_two_planes(planes, i, first, second, words, scratch, j):
-        high, low = encode(first[0], draw(words[0]))
-        next_high, next_low = encode(second[0], draw(words[1]))
-        store_two(planes[0][0], i, high, next_high)
-        other_two(planes[0][1], i, low, next_low)
-        two_rest(planes[1:], i, first[1:], second[1:], words, scratch, j)
-
-    chosen = (one, two) if len(stores) == 1 else (one_of_two_planes, two_of_two_planes)
-    return tuple(compiler.compile(each) for each in chosen)
+    names: dict[str, Any] = {"put": _put, "put_with_noise": _put_with_noise}
+    one, two = [], []
+    for k, (each, at, draw) in enumerate(zip(formats, offsets, drawn, strict=True)):
+        if draw is None:
+            draws = [_NO_DRAW] * 3
+        else:
+            names[f"draw{k}"] = _DRAWS[draw[1]]
+            draws = [f"draw{k}({of}[{draw[0]}])" for of in ("words", "words[0]", "words[1]")]
+        if each.block > 1:
+            put = "put_with_noise" if each.stochastic else "put"
+            two += [
+                f"{put}(scratch, uintp({at}) + j, first[{k}], {draws[1]})",
+                f"{put}(scratch, uintp({at + ODD}) + j, second[{k}], {draws[2]})",
+            ]
+            continue
+        names[f"encode{k}"] = CODECS[each.name][1]
+        one.append(f"x{k} = encode{k}(numbers[{k}], {draws[0]})")
+        two += [
+            f"a{k} = encode{k}(first[{k}], {draws[1]})",
+            f"b{k} = encode{k}(second[{k}], {draws[2]})",
+        ]
+        for p, plane in enumerate(each.planes):
+            names[f"one{k}_{p}"], names[f"two{k}_{p}"] = STORES[ELEMENTS[plane.dtype]]
+            one.append(f"one{k}_{p}(planes[{k}][{p}], i, x{k}[{p}])")
+            two.append(f"two{k}_{p}(planes[{k}][{p}], i, a{k}[{p}], b{k}[{p}])")
+    written = compiler.write("two(planes, i, first, second, words, scratch, j)", two, names)
+    if any(each.block > 1 for each in formats):
+        return no_effect, written
+    return compiler.write("one(planes, i, numbers, words)", one, names), written
 
 
-def _writes_to_scratch(compiler, at, draw, two_rest, stochastic):
-    def put(scratch, place, x, words):
-        scratch[place] = x
-        scratch[place + np.uintp(ROOTS)] = np.sqrt(abs(x))
+@inlined
+def _put(scratch, place, x, draw):
+    scratch[place] = x
+    scratch[place + np.uintp(ROOTS)] = np.sqrt(abs(x))
 
-    def put_with_noise(scratch, place, x, words):
-        scratch[place] = x
-        # No magnitude: this is the root that the rule takes, too, so it is computed once.
-        scratch[place + np.uintp(ROOTS)] = np.sqrt(x)
-        # Now, while the word is at hand: another number may be rounded with other bits of it.
-        scratch[place + np.uintp(NOISE)] = threshold(draw(words))
 
-    put = compiler.compile(put_with_noise if stochastic else put)
-
-    def two(planes, i, first, second, words, scratch, j):
-        place = np.uintp(at) + j
-        put(scratch, place, first[0], words[0])
-        put(scratch, place + np.uintp(ODD), second[0], words[1])
-        two_rest(planes[1:], i, first[1:], second[1:], words, scratch, j)
-
-    return compiler.compile(two)
+@inlined
+def _put_with_noise(scratch, place, x, draw):
+    scratch[place] = x
+    # No magnitude: this is the root that the rule takes, too, so it is computed once.
+    scratch[place + np.uintp(ROOTS)] = np.sqrt(x)
+    # Now, while the word is at hand: another number may be rounded with other bits of it.
+    scratch[place + np.uintp(NOISE)] = threshold(draw)
 
 
 def blocks(compiler: Compiler, formats: list[Format], offsets):
@@ -192,27 +167,25 @@ def blocks(compiler: Compiler, formats: list[Format], offsets):
     scratch; after it, ``scale`` computes new scales, and ``two(planes, i, scratch, j)`` encodes a
     pair.
     """
-    numbers = [number for number, each in enumerate(formats) if each.block > 1]
-    if not numbers:
+    names: dict[str, Any] = {"spread": spread, "new_scales": new_scales}
+    load, scale, two = [], [], []
+    for k, (each, at) in enumerate(zip(formats, offsets, strict=True)):
+        if each.block == 1:
+            continue
+        _, names[f"encode{k}"], names[f"top{k}"] = BLOCK_CODECS[each.name]
+        _, names[f"store{k}"] = STORES[ELEMENTS[each.planes[0].dtype]]
+        load.append(f"spread(planes[{k}], first, n, scratch, {at})")
+        scale.append(f"new_scales(planes[{k}], first, n, scratch, {at}, top{k}, {each.stochastic})")
+        two += [
+            f"even{k}, odd{k} = uintp({at}) + j, uintp({at + ODD}) + j",
+            f"a{k} = encode{k}(scratch, even{k}, even{k})",
+            f"b{k} = encode{k}(scratch, odd{k}, even{k})",
+            f"store{k}(planes[{k}][0], i, a{k}, b{k})",
+        ]
+    if not load:
         return no_effect, no_effect, no_effect
-    number = numbers[-1]
-    at, stochastic = offsets[number], formats[number].stochastic
-    _, encode, top = BLOCK_CODECS[formats[number].name]
-    _, store_two = STORES[ELEMENTS[formats[number].planes[0].dtype]]
-    load_others, scale_others, others = blocks(compiler, formats[:number], offsets)
-
-    def load(planes, first, n, scratch):
-        load_others(planes, first, n, scratch)
-        spread(planes[number], first, n, scratch, at)
-
-    def scale(planes, first, n, scratch):
-        scale_others(planes, first, n, scratch)
-        new_scales(planes[number], first, n, scratch, at, top, stochastic)
-
-    def two(planes, i, scratch, j):
-        others(planes, i, scratch, j)
-        place = np.uintp(at) + j
-        even, odd = encode(scratch, place, place), encode(scratch, place + np.uintp(ODD), place)
-        store_two(planes[number][0], i, even, odd)
-
-    return tuple(compiler.compile(each) for each in (load, scale, two))
+    return (
+        compiler.write("load(planes, first, n, scratch)", load, names),
+        compiler.write("scale(planes, first, n, scratch)", scale, names),
+        compiler.write("two(planes, i, scratch, j)", two, names),
+    )

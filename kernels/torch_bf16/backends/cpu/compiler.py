@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-from numba.np.unsafe import ndarray
 
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.rules import arithmetic
 
 from .bits import inlined
 
-__all__ = ["ARITHMETIC", "Compiler", "named_by_sources", "with_parts"]
+__all__ = ["ARITHMETIC", "Compiler", "named_by_sources", "tuple_of", "with_parts"]
 
 _ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
-_as_tuple: Any = ndarray.to_fixed_tuple
 
 
 @inlined
@@ -64,9 +63,22 @@ class Compiler:
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
         return inlined(function)
 
+    def write(self, header: str, lines: list[str], names: dict[str, Any]) -> Any:
+        """Compile a part from source: the header of its function, its lines, and its globals."""
+        scope = {"uint32": np.uint32, "uintp": np.uintp, **names}
+        exec("\n    ".join([f"def {header}:", *lines]), scope)
+        return self.compile(scope[header[: header.index("(")]])
+
     def take(self, length):
         """``take(row)``: the first ``length`` elements as a tuple, for registers."""
-        return self.compile(lambda row: _as_tuple(row, length))
+        return self.write(
+            "take(row)", [f"return {tuple_of(f'row[{i}]' for i in range(length))}"], {}
+        )
+
+
+def tuple_of(expressions: Iterable[str]) -> str:
+    """The source of a tuple."""
+    return f"({''.join(f'{each}, ' for each in expressions)})"
 
 
 def named_by_sources(name: str) -> str:

@@ -23,7 +23,7 @@ from .bits import add32, and32, inlined, low32, mul32, no_effect, no_values, shl
 from .compiler import ARITHMETIC, Compiler, with_parts
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import TILE, no_alias, wide_vectors
-from .planes import fetch, scratch_on_stack, views
+from .planes import fetch, pointers, row, scratch_on_stack
 
 __all__ = ["CHUNK", "KINDS", "compile_step"]
 
@@ -69,13 +69,10 @@ def _keys(compiler, streams):
     """``keys(bases, tensor, step, index_hi)``: the block keys of all streams, in one tuple."""
     if not streams:
         return no_values
-    rest, last = _keys(compiler, streams - 1), streams - 1
-
-    def keys(bases, tensor, step, index_hi):
-        others = rest(bases, tensor, step, index_hi)
-        return (*others, *_block_keys(bases, tensor, last, step, index_hi))
-
-    return compiler.compile(keys)
+    lines = [f"a{k}, b{k} = block_keys(bases, tensor, {k}, step, index_hi)" for k in range(streams)]
+    found = ", ".join(f"a{k}, b{k}" for k in range(streams))
+    names = {"block_keys": _block_keys}
+    return compiler.write("keys(bases, tensor, step, index_hi)", [*lines, f"return {found}"], names)
 
 
 # A placeholder for the parts of a variant: each kernel gets a module of its own instead.
@@ -88,11 +85,10 @@ def _update_one(planes, scalars, keys, i, index):
     parts.write_one(planes[1:], i, (weight, *states), parts.one_word(keys, index))
 
 
-def _update_slice(planes, scalars, keys, index, addresses, start, numel):
+def _update_slice(planes, size, scalars, keys, index, addresses, start, numel):
     no_alias()
     wide_vectors()
     scratch = scratch_on_stack()
-    size = planes[0][0].shape[0]
     # A pair starts at an even global index; an element left over at either end is updated alone.
     ahead = np.int64(and32(index, _ONE))
     behind = (size - ahead) % 2
@@ -142,12 +138,14 @@ def _run(job):
                 # so in one block of 2**32, for which noise keys hold.
                 n = min(stop, (run + 1) * width) - start
                 n = min(n, 131072 - (index & 131071))
+                planes = row(addresses, tensor)
                 parts.update_slice(
-                    parts.arrays(addresses[tensor], start, n),
-                    parts.take_scalars(scalars[rows[tensor]]),
+                    parts.pointers(planes, start),
+                    n,
+                    parts.take_scalars(row(scalars, rows[tensor])),
                     parts.keys(bases, tensor, low32(steps[tensor]), low32(index >> 32)),
                     low32(index),
-                    addresses[tensor],
+                    planes,
                     start,
                     numels[tensor],
                 )
@@ -184,7 +182,7 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     built.write_one, built.write_two = codegen.writes(compiler, formats[1:], offsets[1:], draws)
     built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, offsets)
     built.one_word, built.two_words = codegen.words(compiler, len(streams))
-    built.arrays = views(formats)
+    built.pointers = pointers(formats)
     in_blocks = any(each.block > 1 for each in formats)
     built.tile = TILE if in_blocks else _STRIP
     built.fetch = fetch([plane for each in formats for plane in each.planes], _STRIP)

@@ -18,9 +18,8 @@ __all__ = ["LOADS", "STORES"]
 _u32 = np.uint32
 
 
-def _address_of_two(context, builder, array_type, array, index, width):
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), ir.IntType(width).as_pointer())
+def _address_of_two(builder, plane, index, width):
+    return builder.bitcast(builder.gep(plane, [index]), ir.IntType(width).as_pointer())
 
 
 def _pair_access(width):
@@ -30,7 +29,7 @@ def _pair_access(width):
     def load(typingctx, plane, i):
         def codegen(context, builder, signature, arguments):
             plane, index = arguments
-            where = _address_of_two(context, builder, signature.args[0], plane, index, width)
+            where = _address_of_two(builder, plane, index, width)
             # Aligned as one element is: the pair may start in the middle of a word.
             word = builder.load(where, align=width // 16)
             return word if width == 32 else builder.zext(word, ir.IntType(32))
@@ -41,7 +40,7 @@ def _pair_access(width):
     def store(typingctx, plane, i, word):
         def codegen(context, builder, signature, arguments):
             plane, index, word = arguments
-            where = _address_of_two(context, builder, signature.args[0], plane, index, width)
+            where = _address_of_two(builder, plane, index, width)
             low = word if width == 32 else builder.trunc(word, ir.IntType(width))
             builder.store(low, where, align=width // 16)
             return context.get_dummy_value()
@@ -107,7 +106,7 @@ _ACCESS = {
 }
 
 LOADS = {dtype: loads for dtype, (loads, _) in _ACCESS.items()}
-"""``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the array's dtype."""
+"""``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the plane's dtype."""
 
 STORES = {dtype: stores for dtype, (_, stores) in _ACCESS.items()}
-"""``store(plane, i, x)`` and ``store(plane, i, first, second)``, by the array's dtype."""
+"""``store(plane, i, x)`` and ``store(plane, i, first, second)``, by the plane's dtype."""

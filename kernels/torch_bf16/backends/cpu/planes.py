@@ -1,7 +1,7 @@
-"""What a kernel sees of planes: arrays over their memory, and prefetches.
+"""What a kernel sees of memory: pointers to planes and tables, and prefetches.
 
-Written in LLVM's instructions: in Python each array and each cache line would be a function of its
-own, which Numba takes 50 ms to compile.
+Planes are pointers, because an array of Numba's is a structure of seven numbers, and each function
+that is given one takes it apart and puts it together again: compiling takes half as long again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from torch_bf16.formats import Format, Plane
 from .bits import intrinsic
 from .llvm_hints import LINE, SCRATCH, emit_prefetch
 
-__all__ = ["ELEMENTS", "array_at", "array_over", "array_type", "fetch", "scratch_on_stack", "views"]
+__all__ = [
+    "ELEMENTS",
+    "array_at",
+    "array_type",
+    "fetch",
+    "pointer_at",
+    "pointers",
+    "row",
+    "scratch_on_stack",
+]
 
 ELEMENTS = {
     torch.bfloat16: np.uint16,
@@ -31,7 +40,7 @@ ELEMENTS = {
     torch.float32: np.float32,
 }
 
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I64 = ir.IntType(64)
 
 
 def array_type(dtype: Any, ndim: int = 1) -> types.Array:
@@ -46,68 +55,80 @@ def array_at(context, builder, kind, address, sizes):
     return np_cfarray(context, builder, kind(types.voidptr, shape), arguments)
 
 
+def pointer_type(dtype: Any) -> types.CPointer:
+    """Numba's type of a pointer to numbers."""
+    return types.CPointer(from_dtype(np.dtype(dtype)))
+
+
 @intrinsic
 def scratch_on_stack(typingctx):
-    """SCRATCH floats that live until the calling function returns."""
-    kind = array_type(np.float32)
+    """A pointer to SCRATCH floats that live until the calling function returns."""
 
     def codegen(context, builder, signature, arguments):
-        # In the entry block, or each turn of a loop would take more of the stack. Numba's own
-        # arrays are filled with zeros.
+        # In the entry block, or each turn of a loop would take more of the stack.
         with builder.goto_entry_block():
             scratch = builder.alloca(ir.ArrayType(ir.FloatType(), SCRATCH))
         scratch.align = 64
-        pointer = builder.bitcast(scratch, _I8.as_pointer())
-        return array_at(context, builder, kind, pointer, [_I64(SCRATCH)])
+        return builder.bitcast(scratch, ir.FloatType().as_pointer())
 
-    return kind(), codegen
+    return pointer_type(np.float32)(), codegen
 
 
-def array_over(dtype: Any) -> Any:
-    """``array(address, n)``: an array over ``n`` numbers in memory at an int64 address."""
-    kind = array_type(dtype)
+def pointer_at(dtype: Any) -> Any:
+    """``pointer(address)``: a pointer to numbers at an int64 address."""
+    kind = pointer_type(dtype)
 
     @intrinsic
-    def array(typingctx, address, n):
+    def pointer(typingctx, address):
         def codegen(context, builder, signature, arguments):
-            pointer = builder.inttoptr(arguments[0], _I8.as_pointer())
-            return array_at(context, builder, kind, pointer, [arguments[1]])
+            return builder.inttoptr(arguments[0], context.get_value_type(kind))
 
-        return kind(types.int64, types.int64), codegen
+        return kind(types.int64), codegen
 
-    return array
+    return pointer
 
 
-def views(formats: Sequence[Format]) -> Any:
-    """``view(addresses, start, n)``: for each number a tuple of arrays, over its planes.
+@intrinsic
+def row(typingctx, table, number):
+    """A pointer to a row of a table of two dimensions."""
 
-    ``addresses`` has the address of each plane of all numbers; each array begins at element
-    ``start``, and has ``n`` elements or, for a plane with one element per block, one per block.
+    def codegen(context, builder, signature, arguments):
+        table, number = arguments
+        array = context.make_array(signature.args[0])(context, builder, table)
+        width = builder.extract_value(array.shape, 1)
+        return builder.gep(array.data, [builder.mul(number, width)])
+
+    return types.CPointer(table.dtype)(table, types.int64), codegen
+
+
+def pointers(formats: Sequence[Format]) -> Any:
+    """``pointers(addresses, start)``: for each number a tuple of pointers into its planes.
+
+    ``addresses`` points to the address of each plane of all numbers; each pointer is to element
+    ``start`` or, in a plane with one element per block, to that of its block.
     """
     kinds = [
-        types.Tuple([array_type(ELEMENTS[plane.dtype]) for plane in each.planes])
+        types.Tuple([pointer_type(ELEMENTS[plane.dtype]) for plane in each.planes])
         for each in formats
     ]
 
     @intrinsic
-    def view(typingctx, addresses, start, n):
+    def pointers(typingctx, addresses, start):
         def codegen(context, builder, signature, arguments):
-            first = _data(context, builder, signature, arguments)
+            first, start = arguments
             numbers, column = [], 0
             for each, kind in zip(formats, kinds, strict=True):
-                arrays = []
+                found = []
                 for plane, of in zip(each.planes, kind, strict=True):
-                    address = _address(builder, first, column, plane, arguments[1])
-                    size = builder.udiv(arguments[2], _I64(plane.block))
-                    pointer = builder.inttoptr(address, _I8.as_pointer())
-                    arrays.append(array_at(context, builder, of, pointer, [size]))
+                    address = _address(builder, first, column, plane, start)
+                    found.append(builder.inttoptr(address, context.get_value_type(of)))
                     column += 1
-                numbers.append(context.make_tuple(builder, kind, arrays))
+                numbers.append(context.make_tuple(builder, kind, found))
             return context.make_tuple(builder, signature.return_type, numbers)
 
-        return types.Tuple(kinds)(addresses, types.int64, types.int64), codegen
+        return types.Tuple(kinds)(addresses, types.int64), codegen
 
-    return view
+    return pointers
 
 
 def fetch(planes: Sequence[Plane], n: int) -> Any:
@@ -116,9 +137,9 @@ def fetch(planes: Sequence[Plane], n: int) -> Any:
     @intrinsic
     def fetch(typingctx, addresses, start):
         def codegen(context, builder, signature, arguments):
-            first = _data(context, builder, signature, arguments)
+            first, start = arguments
             for column, plane in enumerate(planes):
-                address = _address(builder, first, column, plane, arguments[1])
+                address = _address(builder, first, column, plane, start)
                 for line in range(-(-n * plane.dtype.itemsize // (plane.block * LINE))):
                     emit_prefetch(builder, builder.add(address, _I64(line * LINE)))
             return context.get_dummy_value()
@@ -126,11 +147,6 @@ def fetch(planes: Sequence[Plane], n: int) -> Any:
         return types.none(addresses, types.int64), codegen
 
     return fetch
-
-
-def _data(context, builder, signature, arguments):
-    """The pointer to the first argument's data."""
-    return context.make_array(signature.args[0])(context, builder, arguments[0]).data
 
 
 def _address(builder, first, column, plane, start):

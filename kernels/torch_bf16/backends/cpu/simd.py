@@ -22,12 +22,11 @@ _I32 = ir.IntType(32)
 _INTEGERS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(ir.FloatType(), _LANES)
 
 
-def _vectors(context, builder, array_type, array, index, kind):
+def _vectors(builder, floats, index, kind):
     """Pointers to the vectors of half a block from ``index`` on."""
-    data = context.make_array(array_type)(context, builder, array).data
     for start in range(0, HALF_BLOCK, _LANES):
         at = builder.add(index, index.type(start))
-        yield builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
+        yield builder.bitcast(builder.gep(floats, [at]), kind.as_pointer())
 
 
 @intrinsic
@@ -35,11 +34,11 @@ def largest_magnitude(typingctx, floats, i, k):
     """The largest magnitude, as uint32, in half a block from ``i`` on and half from ``k`` on."""
 
     def codegen(context, builder, signature, arguments):
-        array, *indices = arguments
+        floats, *indices = arguments
         magnitude = ir.Constant(_INTEGERS, [0x7FFFFFFF] * _LANES)
         largest = ir.Constant(_INTEGERS, [0] * _LANES)
         for index in indices:
-            for each in _vectors(context, builder, signature.args[0], array, index, _INTEGERS):
+            for each in _vectors(builder, floats, index, _INTEGERS):
                 bits = builder.and_(builder.load(each, align=4), magnitude)
                 larger = builder.icmp_unsigned(">", bits, largest)
                 largest = builder.select(larger, bits, largest)
@@ -56,11 +55,11 @@ def fill(typingctx, floats, i, x):
     """Write ``x`` to the floats of half a block from ``i`` on."""
 
     def codegen(context, builder, signature, arguments):
-        array, index, x = arguments
+        floats, index, x = arguments
         one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), x, _I32(0))
         lanes = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
         all_lanes = builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), lanes)
-        for each in _vectors(context, builder, signature.args[0], array, index, _FLOATS):
+        for each in _vectors(builder, floats, index, _FLOATS):
             builder.store(all_lanes, each, align=4)
         return context.get_dummy_value()
 

@@ -17,7 +17,7 @@ from .bits import float_from_bits, inlined, shl32
 from .compiler import with_parts
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import LINE, prefetch, wide_vectors
-from .planes import ELEMENTS, array_over
+from .planes import ELEMENTS, pointer_at
 
 __all__ = ["KINDS", "PIECE", "compile_squares"]
 
@@ -59,11 +59,11 @@ def _run(job):
             break
         for piece in range(first, last):
             address, size = table[piece, 0], table[piece, 1]
-            elements = parts.array(address, size)
+            elements = parts.pointer(address)
             total = 0.0
             for strip in range(0, size, _STRIP):
-                ahead = address + strip * elements.itemsize + _AHEAD
-                for line in range(0, _STRIP * elements.itemsize, LINE):
+                ahead = address + strip * parts.itemsize + _AHEAD
+                for line in range(0, _STRIP * parts.itemsize, LINE):
                     prefetch(ahead + line)
                 for i in range(min(_STRIP, size - strip)):
                     # Unsigned: a loop is not vectorised if an index might be negative.
@@ -86,7 +86,8 @@ def compile_squares(dtype: torch.dtype) -> Work:
     """
     name = f"squares_{str(dtype).removeprefix('torch.')}"
     built: Any = ModuleType("parts")
-    built.array, built.decode = array_over(ELEMENTS[dtype]), _DECODE[dtype]
+    built.pointer, built.decode = pointer_at(ELEMENTS[dtype]), _DECODE[dtype]
+    built.itemsize = dtype.itemsize
     # Allows several partial sums at a time; an fp64 square of an fp32 number is exact.
     fast: Any = {"reassoc", "contract"}
     return compile_job(with_parts(built, _run), name, fastmath=fast)

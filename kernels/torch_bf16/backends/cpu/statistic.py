@@ -25,7 +25,7 @@ from .compiler import ARITHMETIC, Compiler, with_parts
 from .job import Work, compile_job, fetch_add, finish, take, unpack
 from .kernel import CHUNK
 from .llvm_hints import TILE, no_alias, wide_vectors
-from .planes import scratch_on_stack, views
+from .planes import pointers, row, scratch_on_stack
 
 __all__ = ["KINDS", "compile_statistic"]
 
@@ -50,11 +50,10 @@ def _units(x):
     return low32(np.int64(np.int32(bounded * _UNIT)))
 
 
-def _sum_slice(planes, scalars):
+def _sum_slice(planes, size, scalars):
     no_alias()
     wide_vectors()
     scratch = scratch_on_stack()
-    size = planes[0][0].shape[0]
     total = np.int64(0)
     for first in range(0, size - 1, TILE):
         n = min(TILE, size - first) // 2 * 2
@@ -96,8 +95,9 @@ def _run(job):
             # Column 0 is the gradient's address: 0 if there is none.
             if addresses[tensor, 0]:
                 total = parts.sum_slice(
-                    parts.arrays(addresses[tensor], start, min(CHUNK, numels[tensor] - start)),
-                    parts.take_scalars(scalars[rows[tensor]]),
+                    parts.pointers(row(addresses, tensor), start),
+                    min(CHUNK, numels[tensor] - start),
+                    parts.take_scalars(row(scalars, rows[tensor])),
                 )
                 fetch_add(sums, tensor, total)
         finish(numbers, last - first)
@@ -121,7 +121,7 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
     built.statistic = lift(variant.rule.statistic, ARITHMETIC, compiler.compile)
     built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
     built.load, _, _ = codegen.blocks(compiler, formats, offsets)
-    built.arrays = views(formats)
+    built.pointers = pointers(formats)
     built.take_scalars = compiler.take(n_scalars)
     in_blocks = any(each.block > 1 for each in formats)
     built.last = _nothing_left if in_blocks else compiler.compile(with_parts(built, _last))
