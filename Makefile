@@ -13,6 +13,9 @@ BENCH_ARGS ?=
 GPU_ARGS ?=
 COMPAT_ARGS ?=
 
+# Tests start hundreds of processes. Where this is set, each of them compiles every module anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Sphinx and its kin come on top, so that nobody installs them to run the tests.
 DOCS_STAMP := $(VENV)/.installed-docs
 
