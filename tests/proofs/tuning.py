@@ -173,9 +173,9 @@ class Tuning:
         with applied(candidate):
             if self._certified and (fault := fault_of(self.variant)):
                 return None, fault
-            jobs = [row.job for row in self._launch.rows]
+            tasks = [row.task for row in self._launch.rows]
             try:
-                batch = Batch(jobs, self._optimizer.recipe.seed, "triton")
+                batch = Batch(tasks, self._optimizer.recipe.seed, "triton")
                 batch.compile(self._scalars.table.shape[1] - 2)
             except Exception as error:
                 return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -33,13 +33,13 @@ from torch_bf16.formats import Format
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Span
 
-__all__ = ["Batch", "Job", "alike"]
+__all__ = ["Batch", "Task", "alike"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Task:
     """One tensor, or one span of a tensor, for a rule to update.
 
     Attributes:
@@ -61,13 +61,13 @@ class Job:
 
     @property
     def variant(self) -> Variant:
-        """What the job's kernel is compiled for."""
+        """What the task's kernel is compiled for."""
         device = self.device or self.planes[0][0].device
         return Variant(self.rule, self.formats, self.gradient_dtype, device, self.span.strided)
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
-    """Group items by key: jobs by variant, say, so that each group can be one batch."""
+    """Group items by key: tasks by variant, say, so that each group can be one batch."""
     groups: dict[Hashable, list[_T]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
@@ -75,43 +75,43 @@ def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
 
 
 class Batch:
-    """Jobs of one variant, and the kernel that updates them all in one call.
+    """Tasks of one variant, and the kernel that updates them all in one call.
 
     Args:
-        jobs: at least one job, all of one variant.
+        tasks: at least one task, all of one variant.
         seed: seed of the noise.
         backend: a backend or its name; None for the best that works on the device.
-        totals: where the rule's statistic is summed, if it has one; None if each job is a whole
+        totals: where the rule's statistic is summed, if it has one; None if each task is a whole
             tensor.
 
     Attributes:
         backend: the backend that runs the kernel.
         variant: what the kernel is compiled for.
-        bases: uint32 ``[jobs, streams, 2]``: what the noise of each stream starts from.
+        bases: uint32 ``[tasks, streams, 2]``: what the noise of each stream starts from.
     """
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        tasks: Sequence[Task],
         seed: int,
         backend: Backend | str | None = None,
         totals: Totals | None = None,
     ) -> None:
-        self.variant = variant = jobs[0].variant
+        self.variant = variant = tasks[0].variant
         if backend is None or isinstance(backend, str):
             backend = choose_for(variant, backend)
         self.backend = backend
-        spans = [job.span for job in jobs]
+        spans = [task.span for task in tasks]
         bucket = Bucket.of(
             variant,
-            [job.planes for job in jobs],
+            [task.planes for task in tasks],
             [(span.numel, span.offset, span.width, span.pitch) for span in spans],
             [span.name for span in spans],
             seed,
             totals,
         )
         self.bases = bucket.bases
-        self._first_row = np.zeros(len(jobs), np.int64)
+        self._first_row = np.zeros(len(tasks), np.int64)
         self._kernel: Kernel | None = load(bucket, backend)
         # Without the planes, which move() may replace.
         self._bucket = replace(bucket, planes=())
@@ -129,10 +129,10 @@ class Batch:
         self._bound.compile(n_scalars)
 
     def move(self, planes: Sequence[Sequence[tuple[Tensor, ...]]] | None) -> None:
-        """Replace the jobs' planes by tensors of the same dtype, size and device.
+        """Replace the tasks' planes by tensors of the same dtype, size and device.
 
         Args:
-            planes: for each job, the planes of each format; None drops the current ones, so that
+            planes: for each task, the planes of each format; None drops the current ones, so that
                 they can be freed before new ones are allocated.
         """
         moved = None if planes is None else replace(self._bucket, planes=planes)
@@ -145,10 +145,10 @@ class Batch:
         bases: np.ndarray | None = None,
         addresses: np.ndarray | None = None,
     ) -> None:
-        """Update the planes of all jobs.
+        """Update the planes of all tasks.
 
         Args:
-            gradients: one for each job, contiguous; None leaves that job's planes as they are.
+            gradients: one for each task, contiguous; None leaves that task's planes as they are.
             scalars: the rule's scalars, and the number of the step.
             bases: what the noise starts from, in place of :attr:`bases`.
             addresses: addresses of the gradients, if known: int64, 0 for None. Never write to this
@@ -162,7 +162,7 @@ class Batch:
         scalars: ScalarRows,
         addresses: np.ndarray | None = None,
     ) -> None:
-        """Add each job's part of the rule's statistic to its total; call it before :meth:`run`.
+        """Add each task's part of the rule's statistic to its total; call it before :meth:`run`.
 
         Args as for :meth:`run`.
         """
@@ -184,7 +184,7 @@ class Batch:
         kernel.launch_measure()
 
     def launch(self) -> None:
-        """Update the planes of all jobs from the inputs that :meth:`bring` copied."""
+        """Update the planes of all tasks from the inputs that :meth:`bring` copied."""
         kernel: Any = self._kernel
         kernel.launch()
 
@@ -197,11 +197,11 @@ class Batch:
         scale: float = 1.0,
         bases: Any = None,
     ) -> None:
-        """:meth:`run` with the same options for all jobs, for rules whose scalars ignore the step.
+        """:meth:`run` with the same options for all tasks, for rules whose scalars ignore the step.
 
         Args:
             gradients: as for :meth:`run`.
-            step: number of the step, which keys the noise: one for all jobs, or one for each.
+            step: number of the step, which keys the noise: one for all tasks, or one for each.
             options: the rule's options.
             scale: factor of the gradients.
             bases: as for :meth:`run`.

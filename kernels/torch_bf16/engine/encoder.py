@@ -12,7 +12,7 @@ from torch_bf16.formats import Format
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span
 
-from .batch import Batch, Job, alike
+from .batch import Batch, Task, alike
 
 __all__ = ["Encoder"]
 
@@ -23,7 +23,7 @@ class Encoder:
     def __init__(self) -> None:
         self._batches: dict[Any, Batch] = {}
         self._used: dict[Any, Batch] = {}
-        self._jobs: list[tuple[Job, Tensor, int]] = []
+        self._tasks: list[tuple[Task, Tensor, int]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -48,18 +48,18 @@ class Encoder:
         for part in span.split() if span.numel else ():
             pairs = zip(memory, format_.planes, strict=True)
             part_planes = tuple(part.of(each, plane.block) for each, plane in pairs)
-            job = Job(part, STORE, (format_,), (part_planes,), torch.float32)
-            self._jobs.append((job, part.of(x), step))
+            task = Task(part, STORE, (format_,), (part_planes,), torch.float32)
+            self._tasks.append((task, part.of(x), step))
 
     def run(self, seed: int, backend: str | None) -> None:
         """Encode everything that was added."""
-        queued, copies = self._jobs, self._copies
+        queued, copies = self._tasks, self._copies
         self.discard()
         for group in alike(queued, lambda each: each[0].variant):
-            jobs, xs, steps = zip(*group, strict=True)
-            planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
-            key = (jobs[0].variant, seed, backend, *planes)
-            batch = self._batches.get(key) or Batch(jobs, seed, backend)
+            tasks, xs, steps = zip(*group, strict=True)
+            planes = [(task.span, *(each.data_ptr() for each in task.planes[0])) for task in tasks]
+            key = (tasks[0].variant, seed, backend, *planes)
+            batch = self._batches.get(key) or Batch(tasks, seed, backend)
             self._used[key] = batch
             batch.run_alike(xs, steps)
         for old, new in copies:
@@ -67,7 +67,7 @@ class Encoder:
 
     def discard(self) -> None:
         """Forget everything that was added and not encoded, as after an error."""
-        self._jobs, self._copies = [], []
+        self._tasks, self._copies = [], []
 
     def finish(self) -> None:
         """End a step: drop the batches that it did not use, as their planes are gone."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_bf16.backends import ScalarRows, ScalarSource
 from torch_bf16.sharding import Span, local
 
-from .batch import Batch, Job
+from .batch import Batch, Task
 from .guard import StepGradients
 from .member import Member
 from .statistics import Statistics
@@ -24,22 +24,22 @@ __all__ = ["Active", "Launch", "Row", "source_of"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One span of a member, and its job in a batch.
+    """One span of a member, and its task in a batch.
 
     Attributes:
         number: the member's number in the plan.
         member: the member.
-        job: the job that updates the span.
+        task: the task that updates the span.
     """
 
     number: int
     member: Member
-    job: Job
+    task: Task
 
     @classmethod
     def of(cls, number: int, member: Member, span: Span) -> Row:
         """Make the row for a span of a member."""
-        return cls(number, member, _job(member, span))
+        return cls(number, member, _task(member, span))
 
     @property
     def alone(self) -> int | None:
@@ -52,7 +52,7 @@ class Row:
         return None if plain else self.number
 
 
-def _job(member: Member, span: Span) -> Job:
+def _task(member: Member, span: Span) -> Task:
     dtype = member.gradient_dtype if member.direction is None else torch.float32
     # Separate tensors over the same memory: if the user moves one by .data, the memory that a
     # kernel writes must not be freed.
@@ -65,7 +65,7 @@ def _job(member: Member, span: Span) -> Job:
         )
         for name, format_ in zip(names, member.formats, strict=True)
     )
-    return Job(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
+    return Task(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
 
 
 class _Picked(Sequence[Tensor | None]):
@@ -86,7 +86,7 @@ class Launch:
 
     Attributes:
         rows: the rows, all of one member if it needs a batch to itself.
-        batch: their jobs.
+        batch: their tasks.
         numbers: int64, for each row the number of its member.
         copies: whether each step goes through a contiguous copy of the weight.
         has_direction: whether the rule needs whole tensors, and follows a direction.
@@ -100,10 +100,10 @@ class Launch:
     ) -> None:
         self._totals = statistics.totals([row.member for row in rows])
         self.has_statistic = self._totals is not None
-        self.batch = Batch([row.job for row in rows], seed, backend, self._totals)
+        self.batch = Batch([row.task for row in rows], seed, backend, self._totals)
         self._seed, self.rows = seed, rows
         self.numbers = np.array([row.number for row in rows], np.int64)
-        self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
+        self._whole = all(row.task.span.numel == row.member.shard.memory.numel() for row in rows)
         self.copies = not rows[0].member.shard.memory.is_contiguous()
         self.has_direction = rows[0].member.direction is not None
         self.reads_in_place = self._whole and not self.copies and not self.has_direction
@@ -141,13 +141,13 @@ class Launch:
         (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
-            taken = [g if g is None else row.job.span.of(g) for row, g in pairs]
+            taken = [g if g is None else row.task.span.of(g) for row, g in pairs]
         batch = self.batch
         if self.copies:
-            (weight, *beside), *states = row.job.planes
+            (weight, *beside), *states = row.task.planes
             copy = weight.contiguous()
-            job = replace(row.job, planes=((copy, *beside), *states))
-            batch = Batch([job], self._seed, batch.backend, self._totals)
+            task = replace(row.task, planes=((copy, *beside), *states))
+            batch = Batch([task], self._seed, batch.backend, self._totals)
         if reads:
             batch.measure(taken, scalars)
             return

@@ -78,7 +78,7 @@ class Plan:
             for part in span.split()
         ]
         self._statistics = sums = Statistics(members, sharded)
-        batches = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
+        batches = alike(rows, lambda row: (row.task.variant, row.alone, sums.place_of(row.member)))
         self._launches = [Launch(batch, seed, backend, sums) for batch in batches]
         watched = [member for member in members if member.has_master]
         self._versions = Versions(

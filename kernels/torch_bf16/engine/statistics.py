@@ -58,7 +58,7 @@ class Statistics:
         return bool(self._sums)
 
     def totals(self, members: Sequence[Member]) -> Totals | None:
-        """Where a batch sums its statistic; None if the rule has none. One member for each job."""
+        """Where a batch sums its statistic; None if the rule has none. One member for each task."""
         if members[0].rule.statistic is None:
             return None
         places = [self._places[member.parameter] for member in members]

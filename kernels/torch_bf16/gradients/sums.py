@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
-from torch_bf16.engine.batch import Batch, Job, alike
+from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.rules import ACCUMULATE
@@ -169,13 +169,13 @@ def _launches(
         key = "" if place is None else names.key(groups, *place)
         for span in shard_of(parameter, key).span.split():
             target = local(parameter).new_empty(0) if total is None else span.of(total)
-            job = Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
-            rows.append((number, job))
+            task = Task(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
+            rows.append((number, task))
     return [
         _Launch(
-            [(number, job.span) for number, job in batched],
-            Batch([job for _, job in batched], optimizer.recipe.seed, optimizer.backend),
-            [job.planes[0][0] for _, job in batched],
+            [(number, task.span) for number, task in batched],
+            Batch([task for _, task in batched], optimizer.recipe.seed, optimizer.backend),
+            [task.planes[0][0] for _, task in batched],
         )
         for batched in alike(rows, lambda row: row[1].variant)
     ]

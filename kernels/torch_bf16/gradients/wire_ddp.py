@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_bf16.engine.batch import Batch, Job
+from torch_bf16.engine.batch import Batch, Task
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, tensor_key
 from torch_bf16.rules import STORE
@@ -196,9 +196,9 @@ class BucketReduction:
             stream_base(owners[number].setting[0], tensor_key(span.name), REDUCTION.stream)
             for number, span in spans
         ]
-        jobs = [
-            Job(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32)
+        tasks = [
+            Task(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32)
             for _, span in spans
         ]
-        batch = Batch(jobs, 0, self._owners[0].setting[1]) if jobs else None
+        batch = Batch(tasks, 0, self._owners[0].setting[1]) if tasks else None
         return _Share(setting, owners, spans, np.array(words, np.int64), batch)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.batch import Batch, Job, alike
+from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
 from torch_bf16.sharding import Span, any_flattened, local, missing_memory, shard_of
@@ -79,12 +79,12 @@ class _Averages:
 
     def _make(self, copies: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         spans = [Span.of_whole(f"average of {name}", each.shape) for name, each in copies.items()]
-        jobs = [
-            Job(span, AVERAGE, (_FORMATS[copy.dtype],), ((copy,),), values[name].dtype)
+        tasks = [
+            Task(span, AVERAGE, (_FORMATS[copy.dtype],), ((copy,),), values[name].dtype)
             for span, (name, copy) in zip(spans, copies.items(), strict=True)
         ]
         self._batches = []
-        for pairs in alike(zip(copies, jobs, strict=True), lambda pair: pair[1].variant):
+        for pairs in alike(zip(copies, tasks, strict=True), lambda pair: pair[1].variant):
             names, batched = zip(*pairs, strict=True)
             self._batches.append((Batch(batched, self._seed, self._backend), names))
 

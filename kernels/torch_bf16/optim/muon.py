@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, fetch
-from torch_bf16.engine.batch import Batch, Job
+from torch_bf16.engine.batch import Batch, Task
 from torch_bf16.engine.direction import Direction, Solution
 from torch_bf16.engine.member import Member
 from torch_bf16.errors import prefix_errors
@@ -182,15 +182,15 @@ class _Momentum:
         self._format = recipe.format_of(FIRST_MOMENT, shard.shape, dtype)
         names = self._format.plane_names("momentum_buffer")
         self._planes = tuple(local(member.state[key]).detach() for key in names)
-        # The runs of a sharded parameter may be too long for one job.
+        # The runs of a sharded parameter may be too long for one task.
         self._spans = shard.span.split()
-        jobs = [self._job(span, member.gradient_dtype) for span in self._spans]
-        self._average = Batch(jobs, recipe.seed, optimizer.backend)
+        tasks = [self._task(span, member.gradient_dtype) for span in self._spans]
+        self._average = Batch(tasks, recipe.seed, optimizer.backend)
 
-    def _job(self, span: Span, gradient: torch.dtype) -> Job:
+    def _task(self, span: Span, gradient: torch.dtype) -> Task:
         pairs = zip(self._planes, self._format.planes, strict=True)
         planes = tuple(span.of(each, plane.block) for each, plane in pairs)
-        return Job(span, AVERAGE, (self._format,), (planes,), gradient, self._device)
+        return Task(span, AVERAGE, (self._format,), (planes,), gradient, self._device)
 
     @property
     def _options(self) -> dict[str, Any]:
