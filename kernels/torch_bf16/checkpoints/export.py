@@ -213,7 +213,7 @@ def export_weights(
         content = read_file(Path(optimizer))
         states = _as_list(content) or _parts(content)[1]
         if not states:
-            held = ", ".join(map(str, list(content)[:8]))
+            held = ", ".join(map(str, list(content)[:8])) or "nothing"
             raise CheckpointError(
                 f"{optimizer} has no state dict of an optimizer: it holds {held}. It is looked for "
                 "under 'optimizer' and 'optimizer_states', or as the whole file. Nothing was "
@@ -247,7 +247,7 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
     content = {_NAMES.get(key, key): each for key, each in read_file(source, mmap=True).items()}
     weights, states = _parts(content)
     if weights is None:
-        held = ", ".join(map(str, list(content)[:8]))
+        held = ", ".join(map(str, list(content)[:8])) or "nothing"
         raise CheckpointError(
             f"{source} has no weights: it holds {held}. They are looked for under 'model', "
             "'state_dict' and 'model_state_dict', or as the whole file"

@@ -117,7 +117,7 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
             )
     states = read_file(path)
     if missing := parts.keys() - states.keys():
-        held = ", ".join(map(str, [*states][:8]))
+        held = ", ".join(map(str, [*states][:8])) or "nothing"
         raise CheckpointError(
             f"{path} has no {', '.join(sorted(missing))}; it holds {held}. Ask for those. Nothing "
             "was changed"

@@ -1,18 +1,18 @@
 """Generating the parts of a kernel that read and write the numbers of a variant.
 
-Each part is Python source in which all numbers are written out: Numba takes 50 ms to compile a
-function, however small, so a function for each number would be slower. A part comes in two forms:
-``one`` for one element, and ``two`` for two neighbours, of which the first has an even global
-index. ``planes`` has a tuple of pointers for each number and ``i`` is the (first) element; for
-formats in blocks, ``j`` is the number of the pair in its tile, and ``scratch`` the memory that
-:mod:`.blocks` describes.
+Each part is Python source in which all numbers are written out: Numba takes tens of milliseconds
+to compile a function, however small, so with one for each number a kernel took a third longer. A
+part comes in two forms: ``one`` for one element, and ``two`` for two neighbours, of which the first
+has an even global index. ``planes`` has a tuple of pointers for each number and ``i`` is the
+(first) element; for formats in blocks, ``j`` is the number of the pair in its tile, and ``scratch``
+the memory that :mod:`.blocks` describes.
 
-For weights in bf16 with a gradient in bf16 the second form of :func:`reads` is ::
+For a gradient and a weight in bf16 the second form of :func:`reads` is ::
 
     def two(planes, i, scratch, j):
-        a0_0, b0_0 = load0_0(planes[0][0], i)
-        a1_0, b1_0 = load1_0(planes[1][0], i)
-        return (decode0((a0_0,)), decode1((a1_0,))), (decode0((b0_0,)), decode1((b1_0,)))
+        a0_0, b0_0 = loads0_0(planes[0][0], i)
+        a1_0, b1_0 = loads1_0(planes[1][0], i)
+        return (decode0((a0_0, )), decode1((a1_0, )), ), (decode0((b0_0, )), decode1((b1_0, )), )
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def reads(compiler: Compiler, formats: list[Format], offsets):
         in_blocks = each.block > 1
         names[f"decode{k}"] = (BLOCK_CODECS if in_blocks else CODECS)[each.name][0]
         if in_blocks:
-            names[f"load{k}"] = LOADS[ELEMENTS[each.planes[0].dtype]][1]
+            names[f"loads{k}"] = LOADS[ELEMENTS[each.planes[0].dtype]][1]
             lines += [
-                f"a{k}, b{k} = load{k}(planes[{k}][0], i)",
+                f"a{k}, b{k} = loads{k}(planes[{k}][0], i)",
                 f"scale{k} = scratch[uintp({at + SCALES}) + j]",
             ]
             firsts.append(f"decode{k}(a{k}, scale{k})")
@@ -95,9 +95,9 @@ def reads(compiler: Compiler, formats: list[Format], offsets):
             continue
         planes = [f"{k}_{p}" for p in range(len(each.planes))]
         for p, (plane, of) in enumerate(zip(planes, each.planes, strict=True)):
-            names[f"one{plane}"], names[f"two{plane}"] = LOADS[ELEMENTS[of.dtype]]
-            lines.append(f"a{plane}, b{plane} = two{plane}(planes[{k}][{p}], i)")
-        loads = tuple_of(f"one{plane}(planes[{k}][{p}], i)" for p, plane in enumerate(planes))
+            names[f"load{plane}"], names[f"loads{plane}"] = LOADS[ELEMENTS[of.dtype]]
+            lines.append(f"a{plane}, b{plane} = loads{plane}(planes[{k}][{p}], i)")
+        loads = tuple_of(f"load{plane}(planes[{k}][{p}], i)" for p, plane in enumerate(planes))
         ones.append(f"decode{k}({loads})")
         firsts.append(f"decode{k}({tuple_of(f'a{plane}' for plane in planes)})")
         seconds.append(f"decode{k}({tuple_of(f'b{plane}' for plane in planes)})")
@@ -136,9 +136,9 @@ def writes(compiler: Compiler, formats: list[Format], offsets, drawn):
             f"b{k} = encode{k}(second[{k}], {draws[2]})",
         ]
         for p, plane in enumerate(each.planes):
-            names[f"one{k}_{p}"], names[f"two{k}_{p}"] = STORES[ELEMENTS[plane.dtype]]
-            one.append(f"one{k}_{p}(planes[{k}][{p}], i, x{k}[{p}])")
-            two.append(f"two{k}_{p}(planes[{k}][{p}], i, a{k}[{p}], b{k}[{p}])")
+            names[f"store{k}_{p}"], names[f"stores{k}_{p}"] = STORES[ELEMENTS[plane.dtype]]
+            one.append(f"store{k}_{p}(planes[{k}][{p}], i, x{k}[{p}])")
+            two.append(f"stores{k}_{p}(planes[{k}][{p}], i, a{k}[{p}], b{k}[{p}])")
     written = compiler.write("two(planes, i, first, second, words, scratch, j)", two, names)
     if any(each.block > 1 for each in formats):
         return no_effect, written
@@ -173,14 +173,14 @@ def blocks(compiler: Compiler, formats: list[Format], offsets):
         if each.block == 1:
             continue
         _, names[f"encode{k}"], names[f"top{k}"] = BLOCK_CODECS[each.name]
-        _, names[f"store{k}"] = STORES[ELEMENTS[each.planes[0].dtype]]
+        _, names[f"stores{k}"] = STORES[ELEMENTS[each.planes[0].dtype]]
         load.append(f"spread(planes[{k}], first, n, scratch, {at})")
         scale.append(f"new_scales(planes[{k}], first, n, scratch, {at}, top{k}, {each.stochastic})")
         two += [
             f"even{k}, odd{k} = uintp({at}) + j, uintp({at + ODD}) + j",
             f"a{k} = encode{k}(scratch, even{k}, even{k})",
             f"b{k} = encode{k}(scratch, odd{k}, even{k})",
-            f"store{k}(planes[{k}][0], i, a{k}, b{k})",
+            f"stores{k}(planes[{k}][0], i, a{k}, b{k})",
         ]
     if not load:
         return no_effect, no_effect, no_effect

@@ -19,11 +19,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.caching import FunctionCache
+from numba.np.arrayobj import np_cfarray
+from numba.np.numpy_support import from_dtype
 
 from .bits import inlined, intrinsic
 from .compile_lock import compile_lock
 from .compiler import named_by_sources
-from .planes import array_at, array_type
 
 __all__ = [
     "FUNCTION",
@@ -83,7 +84,7 @@ def new_job(kinds: Kinds, arrays: Sequence[np.ndarray], count: int) -> np.ndarra
 def unpack(kinds: Kinds) -> Any:
     """For a compiled function: ``unpack(job)``, a tuple of a job's numbers and its arrays."""
     places = range(_ARRAYS, _ARRAYS + _EACH * len(kinds), _EACH)
-    found, numbers = [array_type(*kind) for kind in kinds], array_type(np.int64)
+    found, numbers = [_array_type(*kind) for kind in kinds], _array_type(np.int64)
 
     @intrinsic
     def unpack(typingctx, job):
@@ -94,16 +95,28 @@ def unpack(kinds: Kinds) -> Any:
             def number(at):
                 return builder.load(builder.gep(first, [_I64(at)]))
 
-            arrays = [array_at(context, builder, numbers, job, [_I64(places.stop)])]
+            arrays = [_array_at(context, builder, numbers, job, [_I64(places.stop)])]
             for at, kind in zip(places, found, strict=True):
                 address = builder.inttoptr(number(at), job.type)
                 sizes = [number(at + 1 + i) for i in range(kind.ndim)]
-                arrays.append(array_at(context, builder, kind, address, sizes))
+                arrays.append(_array_at(context, builder, kind, address, sizes))
             return context.make_tuple(builder, signature.return_type, arrays)
 
         return types.Tuple([numbers, *found])(types.voidptr), codegen
 
     return unpack
+
+
+def _array_type(dtype: Any, ndim: int = 1) -> types.Array:
+    """Numba's type of a contiguous array."""
+    return types.Array(from_dtype(np.dtype(dtype)), ndim, "C")
+
+
+def _array_at(context, builder, kind, address, sizes):
+    """An array of a type at a ``void*``, in code that is being generated."""
+    shape = types.UniTuple(types.intp, kind.ndim)
+    arguments = address, context.make_tuple(builder, shape, sizes)
+    return np_cfarray(context, builder, kind(types.voidptr, shape), arguments)
 
 
 def share(job: np.ndarray, threads: int) -> None:

@@ -1,7 +1,7 @@
 """What a kernel sees of memory: pointers to planes and tables, and prefetches.
 
-Planes are pointers, because an array of Numba's is a structure of seven numbers, and each function
-that is given one takes it apart and puts it together again: compiling takes half as long again.
+Planes are pointers, because an array of Numba's is a structure of seven numbers, which each
+function that is given one takes apart and puts together again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.np.arrayobj import np_cfarray
 from numba.np.numpy_support import from_dtype
 
 from torch_bf16.formats import Format, Plane
@@ -23,8 +22,6 @@ from .llvm_hints import LINE, SCRATCH, emit_prefetch
 
 __all__ = [
     "ELEMENTS",
-    "array_at",
-    "array_type",
     "fetch",
     "pointer_at",
     "pointers",
@@ -41,18 +38,6 @@ ELEMENTS = {
 }
 
 _I64 = ir.IntType(64)
-
-
-def array_type(dtype: Any, ndim: int = 1) -> types.Array:
-    """Numba's type of a contiguous array."""
-    return types.Array(from_dtype(np.dtype(dtype)), ndim, "C")
-
-
-def array_at(context, builder, kind, address, sizes):
-    """An array of a type at a ``void*``, in code that is being generated."""
-    shape = types.UniTuple(types.intp, kind.ndim)
-    arguments = address, context.make_tuple(builder, shape, sizes)
-    return np_cfarray(context, builder, kind(types.voidptr, shape), arguments)
 
 
 def pointer_type(dtype: Any) -> types.CPointer:
