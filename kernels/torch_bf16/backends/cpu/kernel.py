@@ -131,7 +131,7 @@ def _run(job):
             # Column 0 is the gradient's address: 0 if there is none, and then nothing is done.
             stop = min(start + CHUNK, numels[tensor]) if addresses[tensor, 0] else start
             while start < stop:
-                offset, width, pitch = runs[tensor]
+                offset, width, pitch = runs[tensor, 0], runs[tensor, 1], runs[tensor, 2]
                 run = start // width
                 index = offset + run * pitch + start - run * width
                 # A slice has consecutive indices in one block of 2**17, as `word_pair` needs, and
