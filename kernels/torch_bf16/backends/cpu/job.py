@@ -25,6 +25,7 @@ from numba.np.numpy_support import from_dtype
 from .bits import inlined, intrinsic
 from .compile_lock import compile_lock
 from .compiler import named_by_sources
+from .planes import pointer_type
 
 __all__ = [
     "FUNCTION",
@@ -82,41 +83,39 @@ def new_job(kinds: Kinds, arrays: Sequence[np.ndarray], count: int) -> np.ndarra
 
 
 def unpack(kinds: Kinds) -> Any:
-    """For a compiled function: ``unpack(job)``, a tuple of a job's numbers and its arrays."""
+    """For a compiled function: ``unpack(job)``, a tuple of pointers and arrays.
+
+    The first is a pointer to the job's numbers; an array of one dimension is a pointer, too.
+    """
     places = range(_ARRAYS, _ARRAYS + _EACH * len(kinds), _EACH)
-    found, numbers = [_array_type(*kind) for kind in kinds], _array_type(np.int64)
+    found = [
+        pointer_type(dtype) if ndim == 1 else types.Array(from_dtype(np.dtype(dtype)), ndim, "C")
+        for dtype, ndim in kinds
+    ]
 
     @intrinsic
     def unpack(typingctx, job):
         def codegen(context, builder, signature, arguments):
-            (job,) = arguments
-            first = builder.bitcast(job, _I64.as_pointer())
+            numbers = builder.bitcast(arguments[0], _I64.as_pointer())
 
             def number(at):
-                return builder.load(builder.gep(first, [_I64(at)]))
+                return builder.load(builder.gep(numbers, [_I64(at)]))
 
-            arrays = [_array_at(context, builder, numbers, job, [_I64(places.stop)])]
+            arrays = []
             for at, kind in zip(places, found, strict=True):
-                address = builder.inttoptr(number(at), job.type)
+                if isinstance(kind, types.CPointer):
+                    arrays.append(builder.inttoptr(number(at), context.get_value_type(kind)))
+                    continue
+                shape = types.UniTuple(types.intp, kind.ndim)
                 sizes = [number(at + 1 + i) for i in range(kind.ndim)]
-                arrays.append(_array_at(context, builder, kind, address, sizes))
-            return context.make_tuple(builder, signature.return_type, arrays)
+                address = builder.inttoptr(number(at), arguments[0].type)
+                of = address, context.make_tuple(builder, shape, sizes)
+                arrays.append(np_cfarray(context, builder, kind(types.voidptr, shape), of))
+            return context.make_tuple(builder, signature.return_type, [numbers, *arrays])
 
-        return types.Tuple([numbers, *found])(types.voidptr), codegen
+        return types.Tuple([pointer_type(np.int64), *found])(types.voidptr), codegen
 
     return unpack
-
-
-def _array_type(dtype: Any, ndim: int = 1) -> types.Array:
-    """Numba's type of a contiguous array."""
-    return types.Array(from_dtype(np.dtype(dtype)), ndim, "C")
-
-
-def _array_at(context, builder, kind, address, sizes):
-    """An array of a type at a ``void*``, in code that is being generated."""
-    shape = types.UniTuple(types.intp, kind.ndim)
-    arguments = address, context.make_tuple(builder, shape, sizes)
-    return np_cfarray(context, builder, kind(types.voidptr, shape), arguments)
 
 
 def share(job: np.ndarray, threads: int) -> None:
@@ -167,8 +166,7 @@ def fetch_add(typingctx, numbers, place, n):
 
     def codegen(context, builder, signature, arguments):
         numbers, place, n = arguments
-        data = context.make_array(signature.args[0])(context, builder, numbers).data
-        return builder.atomic_rmw("add", builder.gep(data, [place]), n, "monotonic")
+        return builder.atomic_rmw("add", builder.gep(numbers, [place]), n, "monotonic")
 
     return types.int64(numbers, types.int64, types.int64), codegen
 
@@ -179,8 +177,7 @@ def _exchange(typingctx, numbers, place, expected, new):
 
     def codegen(context, builder, signature, arguments):
         numbers, place, expected, new = arguments
-        data = context.make_array(signature.args[0])(context, builder, numbers).data
-        where = builder.gep(data, [place])
+        where = builder.gep(numbers, [place])
         was = builder.cmpxchg(where, expected, new, "monotonic", "monotonic")
         return builder.extract_value(was, 0)
 

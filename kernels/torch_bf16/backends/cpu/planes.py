@@ -24,6 +24,7 @@ __all__ = [
     "ELEMENTS",
     "fetch",
     "pointer_at",
+    "pointer_type",
     "pointers",
     "row",
     "scratch_on_stack",
