@@ -85,7 +85,8 @@ def new_job(kinds: Kinds, arrays: Sequence[np.ndarray], count: int) -> np.ndarra
 def unpack(kinds: Kinds) -> Any:
     """For a compiled function: ``unpack(job)``, a tuple of pointers and arrays.
 
-    The first is a pointer to the job's numbers; an array of one dimension is a pointer, too.
+    The first is a pointer to the job's numbers; an array of one dimension is a pointer, too, and
+    knows no length.
     """
     places = range(_ARRAYS, _ARRAYS + _EACH * len(kinds), _EACH)
     found = [
@@ -109,8 +110,8 @@ def unpack(kinds: Kinds) -> Any:
                 shape = types.UniTuple(types.intp, kind.ndim)
                 sizes = [number(at + 1 + i) for i in range(kind.ndim)]
                 address = builder.inttoptr(number(at), arguments[0].type)
-                of = address, context.make_tuple(builder, shape, sizes)
-                arrays.append(np_cfarray(context, builder, kind(types.voidptr, shape), of))
+                described = address, context.make_tuple(builder, shape, sizes)
+                arrays.append(np_cfarray(context, builder, kind(types.voidptr, shape), described))
             return context.make_tuple(builder, signature.return_type, [numbers, *arrays])
 
         return types.Tuple([pointer_type(np.int64), *found])(types.voidptr), codegen
