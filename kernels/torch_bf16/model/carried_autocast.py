@@ -8,11 +8,12 @@ autocast along, as an attribute of the instance.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ _Map = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 class _Calls(threading.local):
     depth = 0
+    within = False  # another module's carried forward
 
 
 class _Traced:
@@ -225,12 +227,23 @@ class CarriedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not _calls.within:  # a forward calls parts of its own module
+            called, shared = called_through(sys._getframe(1))
+            if shared is self and called is not module:
+                _separate(called)
+                return called.forward(*args, **kwargs)
+            _calls.within = True
+            try:
+                return self(*args, **kwargs)
+            finally:
+                _calls.within = False
         forward, first = self.own, ()
         if forward is None:
             # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
             forward, first = type(module).forward, (module,)
         fp32 = self._whole and self.compute != "bf16"
-        if torch.compiler.is_compiling():
+        if compiling:
             device = _device(module)
             if self.compute == "bf16":
                 inside = _traced.inside_step or torch.is_autocast_enabled(device)
@@ -265,6 +278,24 @@ def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
     with arithmetic(_device(carried._module()), carried.compute, **carried.autocast):
         outputs = carried.__wrapped__(*args, **kwargs)
     return _disable(carried.map_tensors)(widen, outputs)
+
+
+def called_through(caller: FrameType) -> tuple[Any, Any]:
+    """The module that calls its ``forward``, if one does, and what its instance has there.
+
+    Libraries of meta-learning clone a module by copying its ``__dict__``: the clone has weights of
+    its own, and the ``forward`` of the module that it was made from.
+    """
+    called = caller.f_locals.get("self")
+    return called, called.__dict__.get("forward") if isinstance(called, nn.Module) else None
+
+
+def _separate(clone: nn.Module) -> None:
+    for each in clone.modules():
+        shared = each.__dict__.get("forward")
+        if isinstance(shared, CarriedForward) and shared._module() is not each:
+            carried = each.__dict__["forward"] = _blank()
+            carried.__dict__.update(shared.__dict__, _module=weakref.ref(each))
 
 
 # Not methods: torch.compile would guard on the identity of bound ones, which are new each time.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,7 +30,7 @@ from . import cast_modules
 from .autocast import fill_gaps, widen
 from .averaged_models import watch_averages
 from .blended_weights import watch_blends
-from .carried_autocast import CarriedForward, carry_autocast, check_scripted
+from .carried_autocast import CarriedForward, called_through, carry_autocast, check_scripted
 from .composite_operations import decompose_under_autocast
 from .declared_fp32 import declared_fp32
 from .lerped_averages import watch_lerps
@@ -312,6 +313,10 @@ def _compute_in_fp32(module: nn.Module) -> None:
 
 
 def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args, **kwargs):
+    if not torch.compiler.is_compiling():
+        called, shared = called_through(sys._getframe(1))
+        if isinstance(shared, functools.partial) and shared.args[:1] == (module,):
+            module = called
     forward = functools.partial(type(module).forward, module) if own is None else own
     if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
         return forward(*args, **kwargs)
