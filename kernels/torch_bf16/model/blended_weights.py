@@ -28,11 +28,11 @@ from .watched_weight import WatchedWeight, is_comparable
 
 __all__ = ["exempt", "look", "restore", "watch_blends"]
 
-# Steps since a model was cast or copied. The first window comes soon; averages may still be so
-# close to their weights that nothing at all changes, so there is a later one.
-_WINDOWS = (8, 1000)
-# Steps until weights that were not written are left out, and until a window ends.
-_WRITTEN_WITHIN, _LENGTH = 16, 64
+# Steps since a model was cast or copied, and from there until weights that were not written are
+# left out, and until the window ends. The first comes soon; averages may still be so close to their
+# weights that nothing at all changes, or begin much later, so there are others. Those of GANs,
+# whose optimizers take turns, are often moved after every tenth turn only.
+_WINDOWS = {8: (16, 64), 1000: (32, 128), 10_000: (32, 128), 100_000: (32, 128)}
 # Weights that are watched to the end of a window, and searches for loose averages after a cast.
 _SAMPLED, _SEARCHES = 4, 2
 
@@ -85,12 +85,13 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     if _steps < _begin:
         return
     _optimizers.add(optimizer)
+    written_within, length = _WINDOWS[_begin]
     if _steps == _begin:
         _weights.extend(_untrained())
         if _searches > 0 and not _swaps():
             _searches -= 1
             _weights.extend(islice(loose_averages([*_trained()], [*_optimizers]), _SAMPLED))
-    elif _steps == _begin + _WRITTEN_WITHIN:
+    elif _steps == _begin + written_within:
         # By now every optimizer that takes turns with others is known.
         trained = {id(each) for each in _trained()}
         written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
@@ -98,7 +99,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         modules = sorted({each.module for each in written if each.kind == "in the model"})
         for each in _weights:
             each.bits, each.modules = None, modules
-    elif _steps > _begin + _WRITTEN_WITHIN:
+    elif _steps > _begin + written_within:
         for each in list(_weights):
             if each.loses_writes(_trained):
                 _end()
@@ -106,7 +107,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
                 each.warn(stacklevel=3)
                 return
         _weights[:] = [each for each in _weights if not each.is_harmless]
-    if _steps == _begin + _LENGTH:
+    if _steps == _begin + length:
         _weights.clear()
         _begin = next((each for each in _WINDOWS if each > _steps), None)
         if _begin is None:
@@ -125,7 +126,7 @@ def exempt(module: nn.Module) -> None:
 
 def _begin_anew() -> None:
     global _steps, _begin
-    _steps, _begin = 0, _WINDOWS[0]
+    _steps, _begin = 0, min(_WINDOWS)
     _weights.clear()
 
 
