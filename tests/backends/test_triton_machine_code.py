@@ -69,9 +69,9 @@ def whole_blocks(variant, folder, target="sm_90"):
 # For sm_90 a test below compiles all; all for all targets are in tests/proofs/machine_code.py.
 @pytest.mark.parametrize(
     ("name", "target"),
-    [*zip([*VARIANTS][::2], itertools.cycle(["gfx942", "sm_100", "sm_80"]), strict=False)],
+    [*zip([*VARIANTS][::3], itertools.cycle(["gfx942", "sm_100", "sm_80"]), strict=False)],
 )
-def test_every_second_variant_compiles_for_one_more_target(name, target):
+def test_every_third_variant_compiles_for_one_more_target(name, target):
     kernel = compiled(VARIANTS[name], target)
     assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
 
@@ -138,7 +138,7 @@ def test_adamw_with_stochastic_rounding_takes_few_instructions(target, most, tmp
     assert len(opcodes) / elements <= most
 
 
-@pytest.mark.parametrize("name", [STOCHASTIC, EXACT, *OTHERS])
+@pytest.mark.parametrize("name", [STOCHASTIC, EXACT, *[*OTHERS][::2]])
 def test_nothing_spills_where_eight_numbers_are_taken_together(name):
     found = measured({**VARIANTS, **OTHERS}[name], "sm_100")
     assert found["spills"] == found["stack"] == 0
@@ -161,7 +161,7 @@ def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
             assert not conversions, name
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
 @pytest.mark.parametrize("name", RULES)
 def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target):
     kernel = compiled_prepare(RULES[name], target)
@@ -176,7 +176,7 @@ def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target)
     assert "approx" not in ptx
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("name", [name for name in OTHERS if OTHERS[name].rule.statistic])
 def test_sums_of_statistics_read_whole_blocks_in_wide_accesses(name, target, tmp_path):
     kernel = compiled_measure(OTHERS[name], target)
