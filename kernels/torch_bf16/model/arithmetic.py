@@ -69,6 +69,8 @@ def is_in_backward() -> bool:
 
 def is_called_by_checkpoint() -> bool:
     """Whether torch's activation checkpointing is among the callers, in either pass."""
+    if torch.compiler.is_compiling():  # the frames are those of the compiler, which warns
+        return False
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back
