@@ -18,7 +18,7 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
-from .files import check_complete, damaged_safetensors, read_file
+from .files import check_complete, damaged_safetensors, first_keys, read_file
 
 __all__ = [
     "export_file",
@@ -213,11 +213,10 @@ def export_weights(
         content = read_file(Path(optimizer))
         states = _as_list(content) or _parts(content)[1]
         if not states:
-            held = ", ".join(map(str, list(content)[:8])) or "nothing"
             raise CheckpointError(
-                f"{optimizer} has no state dict of an optimizer: it holds {held}. It is looked for "
-                "under 'optimizer' and 'optimizer_states', or as the whole file. Nothing was "
-                "written"
+                f"{optimizer} has no state dict of an optimizer: it holds {first_keys(content)}. "
+                "It is looked for under 'optimizer' and 'optimizer_states', or as the whole file. "
+                "Nothing was written"
             )
     check_complete(weights)
     if dtype == "float32":
@@ -247,10 +246,9 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
     content = {_NAMES.get(key, key): each for key, each in read_file(source, mmap=True).items()}
     weights, states = _parts(content)
     if weights is None:
-        held = ", ".join(map(str, list(content)[:8])) or "nothing"
         raise CheckpointError(
-            f"{source} has no weights: it holds {held}. They are looked for under 'model', "
-            "'state_dict' and 'model_state_dict', or as the whole file"
+            f"{source} has no weights: it holds {first_keys(content)}. They are looked for under "
+            "'model', 'state_dict' and 'model_state_dict', or as the whole file"
         )
     return weights, states
 

@@ -31,6 +31,7 @@ except ImportError:  # Windows
 __all__ = [
     "check_complete",
     "damaged_safetensors",
+    "first_keys",
     "load_checkpoint",
     "read_file",
     "save_checkpoint",
@@ -117,10 +118,9 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
             )
     states = read_file(path)
     if missing := parts.keys() - states.keys():
-        held = ", ".join(map(str, [*states][:8])) or "nothing"
         raise CheckpointError(
-            f"{path} has no {', '.join(sorted(missing))}; it holds {held}. Ask for those. Nothing "
-            "was changed"
+            f"{path} has no {', '.join(sorted(missing))}; it holds {first_keys(states)}. Ask for "
+            "those. Nothing was changed"
         )
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -139,6 +139,11 @@ def _loaded_into(part: Any, saved: Any) -> list[BF16Optimizer]:
     if isinstance(part, BF16Optimizer):
         return [part]
     return held_optimizers(part) if isinstance(saved, Mapping) and HEADER in saved else []
+
+
+def first_keys(content: Mapping[Any, Any]) -> str:
+    """The first few keys of what was read from a file, for a message."""
+    return ", ".join(map(str, [*content][:8])) or "nothing"
 
 
 def check_complete(content: Any, name: str = "") -> None:

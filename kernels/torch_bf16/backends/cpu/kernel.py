@@ -20,7 +20,7 @@ from torch_bf16.rules import lift
 
 from . import codegen
 from .bits import add32, and32, inlined, low32, mul32, no_effect, no_values, shl32, shr32, xor32
-from .compiler import ARITHMETIC, Compiler, with_parts
+from .compiler import ARITHMETIC, Compiler, tuple_of, with_parts
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import TILE, no_alias, wide_vectors
 from .planes import fetch, pointers, row, scratch_on_stack
@@ -70,9 +70,9 @@ def _keys(compiler, streams):
     if not streams:
         return no_values
     lines = [f"a{k}, b{k} = block_keys(bases, tensor, {k}, step, index_hi)" for k in range(streams)]
-    found = ", ".join(f"a{k}, b{k}" for k in range(streams))
+    lines.append(f"return {tuple_of(f'a{k}, b{k}' for k in range(streams))}")
     names = {"block_keys": _block_keys}
-    return compiler.write("keys(bases, tensor, step, index_hi)", [*lines, f"return {found}"], names)
+    return compiler.write("keys(bases, tensor, step, index_hi)", lines, names)
 
 
 # A placeholder for the parts of a variant: each kernel gets a module of its own instead.
