@@ -165,7 +165,10 @@ def test_methods_of_a_module_that_fabric_has_set_up(package, compute):
 def test_a_module_fitted_without_autocast(pl):
     own = host(f"lightning_bf16.{pl.__name__.rpartition('.')[2]}").BF16Precision
     module = make_module(pl)
-    make_trainer(pl, plugins=[own(compute="bf16")]).fit(module, batches(2))
+    # Also with a part in fp32 before the others.
+    plugin = own(compute="bf16", keep_fp32=["net.0"])
+    make_trainer(pl, plugins=[plugin]).fit(module, batches(2))
+    assert {p.dtype for p in module.net.parameters()} == {torch.float32, torch.bfloat16}
     assert module(X).dtype == module.net(X).dtype == torch.float32
 
 

@@ -21,6 +21,7 @@ from torch_bf16.argument_checks import check_compute
 from torch_bf16.torch_patches import is_enabled
 
 from .autocast import widen_lookups
+from .mixed_dtypes import name_parts_in_errors
 
 __all__ = ["arithmetic", "is_called_by_checkpoint", "is_in_backward", "restore"]
 
@@ -37,7 +38,8 @@ def arithmetic(
         device_type: where the tensors are, ``"cpu"`` or ``"cuda"``.
         compute: ``"autocast"`` for ``torch.autocast`` to bf16. ``"fp32"`` for autocast to fp32:
             each operation casts its weights, and the copy is freed after it. ``"bf16"`` for no
-            autocast: every operation computes in the dtype of its arguments.
+            autocast: every operation computes in the dtype of its arguments, and an error about
+            two dtypes names the part of the model that they met in.
         **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Raises:
@@ -53,7 +55,7 @@ def arithmetic(
     """
     check_compute(compute)
     if compute == "bf16":
-        return nullcontext()
+        return nullcontext() if torch.compiler.is_compiling() else name_parts_in_errors()
     # The weights are bf16 already: a cache of cast weights would only hold on to memory.
     settings = {"cache_enabled": False, **autocast}
     if compute == "fp32":

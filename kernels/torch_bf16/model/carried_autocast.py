@@ -25,7 +25,7 @@ from torch_bf16.errors import version_numbers
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
 from .autocast import computes_in_fp32, widen
-from .nested_tensors import map_tensors
+from .nested_tensors import map_arguments, map_tensors
 
 __all__ = ["carry_autocast", "inside_step"]
 
@@ -98,8 +98,9 @@ def carry_autocast(
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
             settings.
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
-            instead; see :func:`torch_bf16.arithmetic`. None keeps what the model carries, such as
-            the ``"fp32"`` of a recipe that it was cast by; without that, ``"autocast"``.
+            instead, also those of each part that has bf16 weights of its own; see
+            :func:`torch_bf16.arithmetic`. None keeps what the model carries, such as the ``"fp32"``
+            of a recipe that it was cast by; without that, ``"autocast"``.
         map_tensors: applies a function to all tensors in arguments or results, however nested:
             ``map_tensors(function, data)``. The default handles the containers that
             ``torch.utils._pytree`` knows: tuples, lists, dicts, tensordicts and outputs of
@@ -242,6 +243,8 @@ class CarriedForward:
         if forward is None:
             # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
             forward, first = type(module).forward, (module,)
+        if self.compute == "bf16":
+            args, kwargs = map_arguments(functools.partial(_as_read_by, module), args, kwargs)
         fp32 = self._whole and self.compute != "bf16"
         if compiling:
             device = _device(module)
@@ -304,6 +307,18 @@ def _device(module: Any) -> str:
     return next((p.device.type for p in module.parameters()), "cpu")
 
 
+def _computes_in_bf16(module: Any) -> bool:
+    """Whether a module has bf16 weights of its own, and no autocast is on to cast its inputs."""
+    if isinstance(module, nn.TransformerEncoderLayer) or "parametrizations" in module._modules:
+        weights = module.parameters()  # it computes with weights of its parts itself
+    else:
+        weights = module._parameters.values()
+    for p in weights:
+        if p is not None and p.dtype == torch.bfloat16:
+            return not torch.is_autocast_enabled(p.device.type)
+    return False
+
+
 def _is_inside(carried: CarriedForward, module: Any) -> bool:
     """Whether a caller has entered autocast or is inside a step, now or in the forward pass."""
     # Most calls are, and to find the device takes longer than all the rest.
@@ -349,3 +364,9 @@ def _remove_from(model: nn.Module) -> None:
 
 def _to_bf16(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
+def _as_read_by(module: nn.Module, tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.bfloat16 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.bfloat16) if _computes_in_bf16(module) else tensor

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
@@ -36,6 +35,7 @@ from .declared_fp32 import declared_fp32
 from .lerped_averages import watch_lerps
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
+from .nested_tensors import map_arguments
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
@@ -146,6 +146,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
         _compute_in_fp32(each)
+        # In evaluation TransformerEncoderLayer hands the weights of its parts to a fused kernel,
+        # which takes one dtype, unless a part has a hook. Autocast, too, makes it call them.
+        if recipe.compute == "bf16" and not each._forward_pre_hooks:
+            each.register_forward_pre_hook(_nothing)
     if recipe.compute != "autocast":
         carry_autocast(model, compute=recipe.compute)
     if recipe.compute != "fp32" and _trains_on_cpu(model):
@@ -312,6 +316,10 @@ def _compute_in_fp32(module: nn.Module) -> None:
         carried.own = forward
 
 
+def _nothing(module: nn.Module, args: Any) -> None:
+    """A hook that is there to be counted."""
+
+
 def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args, **kwargs):
     if not torch.compiler.is_compiling():
         called, shared = called_through(sys._getframe(1))
@@ -320,7 +328,7 @@ def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args
     forward = functools.partial(type(module).forward, module) if own is None else own
     if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
         return forward(*args, **kwargs)
-    args, kwargs = tree_map(widen, (args, kwargs))
+    args, kwargs = map_arguments(widen, args, kwargs)
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
     with torch.autocast(device, enabled=False):

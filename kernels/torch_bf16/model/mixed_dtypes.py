@@ -3,7 +3,8 @@
 Where autocast is off, ``with torch.autocast("cuda", enabled=False): self.head(x.float())``, nothing
 brings the two to one dtype, and torch says "mat1 and mat2 must have the same dtype". The error
 passes ``__exit__`` of autocast contexts on its way out: of the inner one, and of the mode's own. If
-the only context is a script's ``enabled=args.amp`` that is False, autocast itself is missing.
+the only context is a script's ``enabled=args.amp`` that is False, autocast itself is missing. A
+model that computes without autocast has a context for these errors alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch_bf16.torch_patches import is_enabled
 
 from .cast_modules import name_in_cast_model
 
-__all__ = ["name_weights_in_errors", "restore"]
+__all__ = ["name_parts_in_errors", "name_weights_in_errors", "restore"]
 
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
@@ -48,6 +50,20 @@ def restore() -> None:
     if _original is not None:
         torch.autocast.__exit__ = _original
         _original = None
+
+
+@contextmanager
+def name_parts_in_errors() -> Iterator[None]:
+    """Within the context, errors about two dtypes name the part of a cast model that they met in.
+
+    For ``compute="bf16"``, where no autocast is on.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _MIXED.search(str(error)) and not hasattr(error, "_bf16_explained"):
+            _explain_part(error)
+        raise
 
 
 def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackType | None) -> Any:
@@ -106,6 +122,23 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
                 )
             error.args = (f"{words.rstrip('.')}. {said}",)
             error._bf16_explained = words, is_off  # pyright: ignore[reportAttributeAccessIssue]
+            return
+
+
+def _explain_part(error: RuntimeError) -> None:
+    for module in reversed([*_modules(error.__traceback__)]):
+        path = name_in_cast_model(module)
+        if path is not None:
+            kind = type(module).__name__
+            keep = f"Keep all of it in fp32 (keep_fp32=[{path!r}], or BF16_KEEP_FP32={path}), "
+            said = (
+                f"Tensors of two dtypes met in {f'{path!r} ({kind})' if path else kind}, and "
+                "compute='bf16' casts only what modules with bfloat16 weights of their own are "
+                f"given. {f'{keep}convert' if path else 'Convert'} the tensor there, or leave "
+                "compute at 'autocast'"
+            )
+            error.args = (f"{str(error).rstrip('.')}. {said}",)
+            error._bf16_explained = str(error), False  # pyright: ignore[reportAttributeAccessIssue]
             return
 
 

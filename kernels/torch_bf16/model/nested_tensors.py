@@ -9,14 +9,38 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["map_tensors"]
+__all__ = ["map_arguments", "map_tensors"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """Return ``data`` with ``function`` applied to all tensors in it, also in dataclasses."""
     return _map_inside((), function, data)
+
+
+def map_arguments(
+    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply ``function`` to the tensors in the arguments of a part of a model.
+
+    An argument in which nothing changes stays the same object: a part may write into it, such as
+    the cache of a transformer. Dataclasses and mutable mappings are left alone.
+    """
+    return (
+        tuple(_map_argument(function, each) for each in args),
+        {name: _map_argument(function, each) for name, each in kwargs.items()},
+    )
+
+
+def _map_argument(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
+    if isinstance(argument, Tensor):  # most are, and every layer of a model comes here
+        return function(argument)
+    leaves, structure = tree_flatten(argument)
+    new = [function(each) if isinstance(each, Tensor) else each for each in leaves]
+    if all(before is after for before, after in zip(leaves, new, strict=True)):
+        return argument
+    return tree_unflatten(new, structure)
 
 
 def _map_inside(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], data: Any) -> Any:
