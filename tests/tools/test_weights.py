@@ -138,7 +138,18 @@ def test_objects_of_other_classes_are_left_out_and_their_code_is_not_run(tmp_pat
     assert "also holds test_weights.Harmless; none of its code was run" in found.notes[0]
 
 
-@pytest.mark.parametrize("kind", ["torch", "plain pickle", "dcp"])
+def _mkdir_by(module: str, name: str, target: str) -> bytes:
+    """A pickle that calls what a module has imported."""
+
+    def text(value: str) -> bytes:
+        return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+    function = text(module) + text(name) + pickle.STACK_GLOBAL
+    call = text(target) + pickle.TUPLE1 + pickle.REDUCE
+    return pickle.PROTO + b"\x04" + function + call + pickle.STOP
+
+
+@pytest.mark.parametrize("kind", ["torch", "plain pickle", "dcp", "dcp, by an import"])
 def test_pickles_with_code_run_nothing(kind, tmp_path):
     ran, path = tmp_path / "ran", tmp_path / "run.ckpt"
     if kind == "torch":
@@ -147,9 +158,12 @@ def test_pickles_with_code_run_nothing(kind, tmp_path):
         path.write_bytes(pickle.dumps(Evil(ran)))
     else:
         path.mkdir()
-        (path / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
+        module = "torch.distributed.checkpoint.metadata"
+        by_import = _mkdir_by(module, "os.mkdir", str(ran))
+        content = pickle.dumps(Evil(ran)) if kind == "dcp" else by_import
+        (path / ".metadata").write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=r"names? posix|GLOBAL posix\.mkdir|Unsupported operand"
+        CheckpointError, match=r"names? (posix|.*os\.mkdir)|GLOBAL posix\.mkdir|Unsupported operand"
     ):
         open_checkpoint(path)
     assert not ran.exists()

@@ -30,7 +30,11 @@ from .torch_file import STATES, WEIGHTS
 __all__ = ["read_dcp"]
 
 _CLASSES = {
-    "torch.distributed.checkpoint.metadata": None,  # all of them: dataclasses
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
+        *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size", "strided"},
     "torch.serialization": {"_get_layout"},
@@ -115,10 +119,11 @@ class _Unpickler(pickle.Unpickler):
     """Loads descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _CLASSES.get(module, set())
-        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, type(None))):
-            return getattr(torch, name)
-        if known is None or name in known:
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        # By whole names: a dotted one may lead to what the module has imported.
+        if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded or run")
 
