@@ -7,6 +7,7 @@ CUDA graph; see `test_gpu_training.py` for the same on GPUs.
 import contextlib
 import copy
 import gc
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -348,6 +349,17 @@ def test_a_backend_that_works_on_the_host_is_refused_and_told_what_works(backend
         optimizer.graphed()
     optimizer.step()
     assert float(optimizer.state[weight]["step"]) == 1.0
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_class_without_a_rule_is_refused(steps):
+    weight = nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer: Any = torch_bf16.convert(torch.optim.Adamax([weight]), "bf16-stochastic")
+    for _ in range(steps):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"Adamax is refused: it has no fused rule.*Nothing was"):
+        optimizer.graphed()
 
 
 def test_released_gradients_are_refused():

@@ -40,6 +40,10 @@ def in_bf16():
     model = model.bfloat16()
     return model, [x.bfloat16() for x in data], torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+def by_its_own_step():
+    model, data, _ = in_bf16()
+    return model, data, torch.optim.Adamax(model.parameters(), lr=1e-3)
+
 # What is none.
 number = 3
 def nothing(): return None

@@ -88,6 +88,12 @@ def test_over_bf16_weights_the_optimizer_is_watched_with_exact_masters(capsys, h
     assert found["ranges"]["formats"]["bf16"]["product_error"] is None
 
 
+def test_what_a_class_without_a_rule_writes_over_bf16_weights_is_not_known(capsys, here):
+    status, _, err = recommend(capsys, "mine_to_train:by_its_own_step")
+    said = "the updates by Adamax of 6 weights are not known before they are stored"
+    assert (status, said in err) == (2, True), err
+
+
 def test_one_step_over_bf16_weights_is_too_few(capsys, here):
     status, _, err = recommend(capsys, "mine_to_train:in_bf16", "-n", "1")
     assert (status, "give --steps 2 or more" in err) == (2, True)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch_bf16.sharding import Shard
 
 from .data_writes import DataWatch
-from .member import Member
 from .names import ParameterNames
 from .pending import Pending
 from .plan import Plan
@@ -26,8 +25,14 @@ __all__ = ["Engine", "Observer", "engine_of"]
 class Observer(Protocol):
     """Something that is notified of each update, such as :class:`torch_bf16.UpdateMonitor`."""
 
-    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
-        """Gradients exist, and will be multiplied by ``scale``; nothing is updated yet."""
+    def before_update(self, members: Sequence[Any], scale: float | Tensor) -> None:
+        """Gradients exist, and will be multiplied by ``scale``; nothing is updated yet.
+
+        Args:
+            members: a :class:`Member` for each parameter, or the fp32 copies that a class without
+                a fused rule steps on. Both have ``shard`` and ``group``.
+            scale: what gradients are multiplied by.
+        """
 
     def after_update(self) -> None:
         """Everything is updated."""

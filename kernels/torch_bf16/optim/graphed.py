@@ -12,6 +12,7 @@ from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.states import set_seen
 from torch_bf16.errors import UNTOUCHED, suffix_errors
+from torch_bf16.rules import STORE
 from torch_bf16.sharding import gradients_of, no_torch_function
 
 from .overwritten import drop_remainders
@@ -68,6 +69,11 @@ class GraphedStep:
         optimizer._check_step()
         self._setting = setting = optimizer._setting()
         self._refuse_unsupported()
+        if any(optimizer.rule_of_group(group) is STORE for group in optimizer.param_groups):
+            raise self._refusal(
+                "it has no fused rule, and its own step runs on copies that are made every time. "
+                "Use an optimizer of torch_bf16, or take ordinary steps"
+            )
         plan = engine.plan
         if plan is None or not plan.fits(setting, setting.parameters, optimizer.state):
             parameters = with_gradients(setting.parameters)

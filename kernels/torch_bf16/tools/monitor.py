@@ -21,7 +21,15 @@ from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
-__all__ = ["LayerUpdate", "UpdateMonitor", "kind_of", "layer_of", "places", "sample_of"]
+__all__ = [
+    "LayerUpdate",
+    "UpdateMonitor",
+    "is_foreseen",
+    "kind_of",
+    "layer_of",
+    "places",
+    "sample_of",
+]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -161,7 +169,7 @@ class UpdateMonitor:
         fresh, self._fresh = self._fresh, False
         return self.metrics(prefix) if fresh else {}
 
-    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
+    def before_update(self, members: Sequence[Any], scale: float | Tensor) -> None:
         """Called by the optimizer when gradients have arrived and nothing is updated yet."""
         self._steps += 1
         if not self._asked and (self.every is None or self._steps % self.every):
@@ -174,8 +182,7 @@ class UpdateMonitor:
         self._samples = [
             sample_of(each, groups[each.group], scale, self.sample)
             for each in members
-            # The updates of Muon, Adafactor and a class's own step are not known in advance.
-            if isinstance(each, Member) and each.direction is None and each.shard.memory.numel()
+            if is_foreseen(each) and each.shard.memory.numel()
         ]
 
     def after_update(self) -> None:
@@ -242,6 +249,11 @@ def kind_of(name: str) -> str:
 def layer_of(name: str) -> str:
     """The module of a parameter, by the parameter's name."""
     return name.rpartition(".")[0] or name
+
+
+def is_foreseen(member: Any) -> bool:
+    """Whether an update is known in advance; those of Muon and of a class's own step are not."""
+    return isinstance(member, Member) and member.direction is None
 
 
 def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int) -> Sample:

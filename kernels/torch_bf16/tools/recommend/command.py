@@ -95,6 +95,11 @@ def _check(found: Observation) -> None:
                 check_steps_on_copies(optimizer)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"no recipe trains with this optimizer: {error}") from error
+    if not found.parameters and found.unseen:
+        raise ValueError(
+            f"the updates by {type(found.optimizers[0]).__name__} of {len(found.unseen)} weights "
+            "are not known before they are stored; train fp32 weights with torch's own class"
+        )
     if not found.looks and found.converted:
         raise ValueError(
             f"{', '.join(found.converted)} steps over bf16 weights and was converted at its first "
@@ -104,11 +109,6 @@ def _check(found: Observation) -> None:
         raise ValueError(
             f"the gradients of all {found.infinite} steps that were observed hold NaN or "
             "infinities; no format of weights can help"
-        )
-    if not found.parameters and found.unseen:
-        raise ValueError(
-            f"the updates by {type(found.optimizers[0]).__name__} of {len(found.unseen)} weights "
-            "are not known before they are stored; train fp32 weights with torch's own class"
         )
 
 

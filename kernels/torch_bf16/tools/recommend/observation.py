@@ -15,11 +15,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torch_bf16.engine.member import Member
 from torch_bf16.foreign.convert import convert
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
-from torch_bf16.tools.monitor import places, sample_of
+from torch_bf16.tools.monitor import is_foreseen, places, sample_of
 
 from .host import Host, host_of, rate_of
 from .models import Models
@@ -233,14 +232,14 @@ class _Watcher:
         self.optimizer, self.looking = optimizer, False
         self._observer, self._number = observer, number
 
-    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
+    def before_update(self, members: Sequence[Any], scale: float | Tensor) -> None:
         """Called by the optimizer."""
         if not self.looking:
             return
         found, finite = self._observer.found, True
         for each in members:
             parameter = each.shard.parameter
-            if each.direction is not None:
+            if not is_foreseen(each):
                 found.unseen.add(found.models.name_of(parameter) or each.shard.name)
                 continue
             group = self.optimizer.param_groups[each.group]

@@ -75,7 +75,8 @@ def record(
         notes.append(f"{found.infinite} steps with gradients that are not finite were left out")
     if found.unseen:
         notes.append(
-            f"{len(found.unseen)} weights were not measured: their rules work on whole matrices"
+            f"{len(found.unseen)} weights were not measured: what their optimizer writes is not "
+            "known in advance"
         )
     content["reasons"] = reasons(content)
     return content
