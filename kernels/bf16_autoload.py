@@ -351,10 +351,13 @@ def _switched_off(asked: str, host: str, instead: str) -> str:
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = str(self.mixed_precision)
-        mode = current if current.lower().startswith(_MODE_PREFIXES) else _overriding_mode()
-        if mode and "accelerate_bf16" not in sys.modules:
-            instead = "fp32" if mode == current else current
-            raise RuntimeError(_switched_off(f"mixed_precision={mode!r}", "Accelerate", instead))
+        asked, instead = "", current
+        if current.lower().startswith(_MODE_PREFIXES):
+            asked, instead = f"mixed_precision={current!r}", "fp32"
+        elif mode := _overriding_mode():
+            asked = f"BF16_MODE={mode}"
+        if asked and "accelerate_bf16" not in sys.modules:
+            raise RuntimeError(_switched_off(asked, "Accelerate", instead))
         return method(self, *args, **kwargs)
 
     return prepare

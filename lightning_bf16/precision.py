@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.nn import Module
+from torch.nn import Module, ParameterList
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
@@ -228,10 +228,13 @@ class PrecisionMixin(_Base):
         return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
-        """Log one line that says what is trained and how."""
-        module = self._owner(optimizers[0]) if optimizers else None
-        if module is not None:
-            rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
+        """Log a line for each optimizer that says what it trains and how."""
+        for optimizer in optimizers:
+            module = self._owner(optimizer)
+            if module is not None:
+                # Of several, each counts its own parameters; one counts the frozen ones, too.
+                own = ParameterList(parameters_of(optimizer)) if len(optimizers) > 1 else module
+                rank_zero_info(str(torch_bf16.describe(own, optimizer)))
 
     def setup_gradients(self, module: Module, optimizers: Iterable[Any]) -> None:
         """Set up reduction, accumulation and release of a module's gradients, once it is wrapped.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch.nn import Module
+from torch.optim import Optimizer
 
 import torch_bf16
 from lightning_bf16.deepspeed import DeepSpeedMixin
@@ -16,7 +17,8 @@ from lightning_bf16.precision import PrecisionMixin, parameters_of
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
 _wrapped: WeakSet[Module] = WeakSet()
-"""Modules that were set up without their optimizers, which come later."""
+_converted: WeakSet[Optimizer] = WeakSet()
+"""Modules and optimizers that were set up apart, in either order."""
 
 
 def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -59,6 +61,7 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
     result = original(*args, **options)
     plugin.sync_masters(result._forward_module, fabric.strategy)
     _wrapped.add(result._forward_module)
+    plugin.announce(_pair(plugin, [result._forward_module], _converted))
     return result
 
 
@@ -66,13 +69,22 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
 def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) -> Any:
     """Convert the optimizers before Fabric wraps them."""
     converted = plugin.convert_optimizers(optimizers)
-    for module in _wrapped:
+    _converted.update(converted)
+    _pair(plugin, _wrapped, optimizers)
+    plugin.announce(converted)
+    return original(*optimizers)
+
+
+def _pair(plugin: Any, modules: Iterable[Module], optimizers: Iterable[Any]) -> list[Any]:
+    """Set up gradients and train modes of modules that have optimizers, and return those."""
+    paired: list[Any] = []
+    for module in modules:
         own = [e for e in optimizers if not parameters_of(e).isdisjoint(module.parameters())]
         if own:
             plugin.setup_gradients(module, own)
             torch_bf16.follow(module, *own)
-    plugin.announce(converted)
-    return original(*optimizers)
+            paired += own
+    return paired
 
 
 @_with_our_plugins

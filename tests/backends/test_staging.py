@@ -1,6 +1,8 @@
 """Planes in host memory pass through buffers: the same bits in every order that is allowed."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -176,6 +178,17 @@ def test_a_step_that_breaks_off_is_waited_for_and_the_next_one_is_right(monkeypa
     assert not same(contents(optimizer), before)
     optimizer.step()
     assert not any(link._queues.values())
+
+
+def test_an_interrupt_while_it_waits_keeps_no_other_thread_out(monkeypatch):
+    stage = staging.Staging(use(monkeypatch, buffer=BUFFER), torch.device("cpu"))
+    stage._pass = 7  # as a backward pass that failed leaves it
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "finish", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), stage:
+            pass
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(stage._lock.acquire, blocking=False).result(10)
 
 
 class Stream:

@@ -44,6 +44,11 @@ def test_a_file_brings_every_bit_back_and_what_was_not_asked_for(run, tmp_path):
     assert faults.digest(again, its) == faults.digest(model, optimizer)
 
 
+def test_a_part_may_have_any_name(tmp_path):
+    save_checkpoint(tmp_path / "run.pt", path="a", parts=1)
+    assert load_checkpoint(tmp_path / "run.pt") == {"path": "a", "parts": 1}
+
+
 def test_torch_and_zip_tools_read_the_file(run, tmp_path):
     save_checkpoint(tmp_path / "run.pt", model=run[0], step=1)
     state = torch.load(tmp_path / "run.pt", weights_only=True)

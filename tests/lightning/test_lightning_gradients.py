@@ -52,14 +52,17 @@ def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accum
 def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate):
     plugin = plugin_of(fabric_package, accumulate=accumulate)
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    for together in (True, False):
+    for first in ("both", "module", "optimizer"):
         module = Summing()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        if together:
+        if first == "both":
             model, optimizer = fabric.setup(module, optimizer)
-        else:
+        elif first == "module":
             model = fabric.setup_module(module)
             optimizer = fabric.setup_optimizers(optimizer)
+        else:
+            optimizer = fabric.setup_optimizers(optimizer)
+            model = fabric.setup_module(module)
         for number, x in enumerate(THOUSANDTHS):
             with fabric.no_backward_sync(model, enabled=number < 999):
                 fabric.backward(model(x))
@@ -200,6 +203,22 @@ def test_an_optimizer_that_fabric_is_given_later_takes_the_released_steps_over(f
         optimizer.step()
         assert not first.state
         assert last.state
+
+
+@pytest.mark.parametrize("first", ["module", "optimizer"])
+def test_gradients_of_what_was_set_up_apart_are_released(fabric_package, first):
+    plugin = plugin_of(fabric_package, release_gradients=True)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = nn.Linear(8, 4)
+    adamw = torch.optim.AdamW(module.parameters(), lr=0.01)
+    if first == "module":
+        model, optimizer = fabric.setup_module(module), fabric.setup_optimizers(adamw)
+    else:
+        optimizer, model = fabric.setup_optimizers(adamw), fabric.setup_module(module)
+    fabric.backward(model(torch.randn(2, 8)).square().sum())
+    assert module.weight.grad is None
+    optimizer.step()
+    assert float(adamw.state[module.weight]["step"]) == 1.0
 
 
 def test_two_optimizers_of_one_setup_cannot_release_the_same_gradients(fabric_package):

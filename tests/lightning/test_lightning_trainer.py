@@ -240,6 +240,29 @@ def test_one_line_tells_what_is_trained_how(pl, mode, caplog):
     assert "bytes per trained parameter" in lines[0]
 
 
+def test_of_several_optimizers_each_says_what_it_trains(pl, caplog):
+    def configure_optimizers(self):
+        first, *_, last = self.net
+        return torch.optim.AdamW(first.parameters()), torch.optim.SGD(last.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    own = {"configure_optimizers": configure_optimizers, "training_step": training_step}
+    module = make_module(pl, **own)
+    module.automatic_optimization = False
+    with caplog.at_level(logging.INFO):
+        make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
+    lines = [r.getMessage() for r in caplog.records if "per trained parameter" in r.getMessage()]
+    for line, part, states in zip(lines, (module.net[0], module.net[-1]), (2, 0), strict=True):
+        count = sum(p.numel() for p in part.parameters())
+        assert line.startswith(f"bf16-stochastic: {count} parameters ")
+        assert line.count("exp_avg") == states
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluation_says_that_it_casts_the_module(pl, stage, caplog):
     module = make_module(pl)

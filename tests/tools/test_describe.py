@@ -36,6 +36,19 @@ def test_it_prints_one_line():
     )
 
 
+def test_the_backend_is_the_one_that_the_recipe_names():
+    recipe = torch_bf16.get_recipe("bf16-stochastic", backend="eager")
+    assert torch_bf16.describe(model(), recipe).backend == "eager"
+
+
+def test_a_backend_that_cannot_run_where_the_model_is_now_is_left_out(monkeypatch):
+    monkeypatch.setenv("TORCH_BF16_BACKEND", "cpu")
+    network = model().to("meta")
+    found = torch_bf16.describe(network, torch_bf16.AdamW(network.parameters()))
+    assert found.backend is None
+    assert str(found).endswith("exp_avg_sq 2.06)")
+
+
 def test_frozen_and_empty_models_take_nothing():
     frozen = torch_bf16.describe(nn.Linear(3, 3).requires_grad_(False), "bf16-stochastic")
     assert (frozen.trained, frozen.bytes_by_role, frozen.bytes_per_parameter) == (0, {}, 0)

@@ -75,9 +75,13 @@ class Staging:
 
     def __enter__(self) -> Staging:
         self._lock.acquire()
-        # A backward pass that failed has not run its callback.
-        if self._depth == 0 and self._pass != torch._C._current_graph_task_id():
-            self.finish()
+        try:
+            # A backward pass that failed has not run its callback.
+            if self._depth == 0 and self._pass != torch._C._current_graph_task_id():
+                self.finish()
+        except BaseException:
+            self._lock.release()
+            raise
         self._depth += 1
         return self
 

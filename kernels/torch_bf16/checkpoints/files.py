@@ -40,7 +40,7 @@ __all__ = [
 _FOLDER = 0x10  # MS-DOS's attribute, in zip's directory
 
 
-def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
+def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> None:
     """Write a checkpoint file; until it is complete and on disk, the old one stays in its place.
 
     The file is written beside ``path``, flushed to disk, read back without its tensors and

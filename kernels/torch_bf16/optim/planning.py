@@ -65,7 +65,9 @@ def collect(
             if id(parameter) not in with_gradient:
                 continue
             if parameter in labels:
-                raise ValueError("a parameter is in the groups twice; remove one")
+                raise ValueError(
+                    f"{labels[parameter]()} is also number {position} of group {number}; remove one"
+                )
             labels[parameter] = label = functools.partial(optimizer.label, number, position)
             shard = shard_of(parameter, engine.names.key(groups, number, position, before))
             with prefix_errors(label):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.backends import choose
+from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.foreign.optimizer import ForeignOptimizer
 from torch_bf16.gradients.gathering import LIMIT
 from torch_bf16.optim.optimizer import BF16Optimizer
@@ -30,7 +31,8 @@ class Description:
         parameters: elements by dtype, including those on other ranks.
         trained: elements of bf16 and fp32 parameters that require a gradient.
         bytes_by_role: bytes per trained element: ``"weights"``, ``"gradients"`` and each state.
-        backend: the backend that takes the steps; None if there are no parameters.
+        backend: the backend that takes the steps; None if there are no parameters, or if the one
+            that was asked for cannot run where they are now.
         unmade: the optimizer class whose first step will create states, which are not counted; None
             if the states are known.
         compute: what the model computes in, as in :class:`torch_bf16.Recipe`.
@@ -108,7 +110,9 @@ def describe(
             f"name, not {type(recipe).__name__}. Of several optimizers describe each with the "
             "modules that it trains: describe([model.head], head_optimizer)"
         )
-    recipe = get_recipe(recipe)
+    else:
+        recipe = get_recipe(recipe)
+        backend = recipe.backend
     # A parameter in no group is counted as if it belonged to the first one.
     default_rule = next(iter(rules.values()), ADAMW)
     sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
@@ -139,8 +143,15 @@ def describe(
         parameters=dict(dtypes),
         trained=trained,
         bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
-        backend=choose(parameters[0].device, backend).name if parameters else None,
+        backend=_backend_for(parameters, backend),
     )
+
+
+def _backend_for(parameters: list[nn.Parameter], asked: str | None) -> str | None:
+    try:
+        return choose(parameters[0].device, asked).name if parameters else None
+    except BackendUnavailableError:  # the model may be on its way to another device
+        return None
 
 
 def _roles(rule: Rule) -> dict[str, str]:
