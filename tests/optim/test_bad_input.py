@@ -316,53 +316,6 @@ def test_an_unknown_backend_set_later_is_refused():
     assert_steps(optimizer)
 
 
-LINEAR = nn.Linear(4, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: torch_bf16.EMA("a"), "EMA was given a str and takes a torch.nn.Module"),
-        (lambda: torch_bf16.EMA(LINEAR, "0.9"), "decay='0.9' must be a number between 0 and 1"),
-        (lambda: torch_bf16.EMA(LINEAR, seed="1"), "seed='1' must be an int"),
-        (
-            lambda: torch_bf16.EMA(LINEAR).update_parameters("a"),
-            "update_parameters was given a str and takes",
-        ),
-        (lambda: torch_bf16.ema_multi_avg_fn("0.9"), "decay='0.9' must be a number"),
-        (
-            lambda: torch_bf16.param_groups(LINEAR.parameters()),
-            "param_groups was given a generator and takes a torch.nn.Module: the model itself",
-        ),
-        (
-            lambda: torch_bf16.param_groups(LINEAR, no_decay="bias"),
-            r"no_decay='bias' must be a sequence of keys: \('bias',\)",
-        ),
-        (
-            lambda: torch_bf16.param_groups(LINEAR, groups=["bias"]),
-            "must map keys to options of a group, for example",
-        ),
-        (lambda: Recipe(keep_fp32=3), "keep_fp32=3 must be a tuple of module name patterns"),
-        (lambda: Recipe(name=3), "name=3 must be a string"),
-        (
-            lambda: torch_bf16.release_gradients(LINEAR, begun(), max_norm="1"),
-            "max_norm='1' must be a positive number, or None to clip nothing",
-        ),
-        (
-            lambda: torch_bf16.release_gradients(LINEAR.parameters(), begun()),
-            "release_gradients was given a generator and takes a torch.nn.Module",
-        ),
-        (
-            lambda: torch_bf16.accumulate_gradients("a", begun(), "fp32"),
-            "accumulate_gradients was given a str and takes a torch.nn.Module",
-        ),
-    ],
-)
-def test_arguments_of_another_type_are_told_from_good_ones(call, match):
-    with pytest.raises(ValueError, match=match):
-        call()
-
-
 @pytest.mark.parametrize("coefficient", [float("nan"), float("inf"), "1", torch.ones(2)], ids=str)
 def test_a_scale_that_is_no_finite_number_is_refused(coefficient):
     optimizer = torch_bf16.AdamW([torch.nn.Parameter(torch.ones(3))])

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import CheckpointError, first_line
-from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import any_flattened, local, saved_names
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
@@ -44,7 +44,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         New tensors for bf16 weights; the module's own tensors for the rest.
 
     Raises:
-        ValueError: an optimizer is not one of this package.
+        ValueError: ``model`` is not a module, or an optimizer is not one of this package.
         NotImplementedError: FSDP1 has flattened the module; the message says what works.
 
     Example:
@@ -52,6 +52,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
         <All keys matched successfully>
     """
+    check_module("fp32_state_dict", model)
     ours = [optimizer_for("fp32_state_dict", each) for each in optimizers]
     if any_flattened(model.parameters()):
         raise NotImplementedError(
@@ -76,11 +77,17 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
     return weights
 
 
-def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
+def fp32_optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A state dict of new tensors for the same ``torch.optim`` class over fp32 parameters.
 
     Moments become fp32 numbers, exactly those that the next step would read. Masters are left out:
     they belong to the weights, see :func:`fp32_state_dict`.
+
+    Args:
+        optimizer: an optimizer of this package, also in a host's wrapper.
+
+    Raises:
+        ValueError: it is another one.
 
     Example:
         >>> fp32 = torch.nn.Linear(4, 4)
@@ -89,6 +96,7 @@ def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
         >>> plain = torch.optim.AdamW(fp32.parameters())
         >>> plain.load_state_dict(torch_bf16.fp32_optimizer_state_dict(optimizer))
     """
+    optimizer = optimizer_for("fp32_optimizer_state_dict", optimizer)
     state_dict = optimizer.state_dict()
     state_dict.pop(HEADER, None)
     dims = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_bf16.backends import StepInputs
 from torch_bf16.sharding import all_same, gradients_of, version_of, versions_of
 
-__all__ = ["Pending", "check_capturable", "clip_coefficient"]
+__all__ = ["Pending", "check_capturable"]
 
 
 _OF_SCALER = "grad_scale", "found_inf"
@@ -173,8 +173,3 @@ def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: 
         )
     if obstacle is not None:
         raise RuntimeError(f"a step of {name} cannot be captured in a CUDA graph: {obstacle}")
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor, at most 1, by which torch clips gradients of ``norm``; 0-d, on its device."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

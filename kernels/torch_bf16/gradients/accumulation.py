@@ -36,7 +36,8 @@ from torch_bf16.sharding import (
 from .backward import Passes
 from .gathering import Gathering, Group, Waiting
 from .reduction import DdpReader, Fp32Reduction
-from .sums import Addition, StepNumbers, add_all
+from .step_numbers import StepNumbers
+from .sums import Addition, add_all
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 

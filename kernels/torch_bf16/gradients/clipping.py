@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
-from torch_bf16.engine.pending import Pending, clip_coefficient
+from torch_bf16.engine.pending import Pending
 from torch_bf16.sharding import gradients_of, local
 
 from .backward import released
-from .norm import norm_over_ranks, norms_of
+from .norm import clip_coefficient, norm_over_ranks, norms_of
 
 __all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "total_norm"]
 

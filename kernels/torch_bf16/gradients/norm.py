@@ -15,7 +15,7 @@ from torch_bf16.backends import squares
 from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.sharding import all_whole, gradients_of, is_whole, shard_of
 
-__all__ = ["norm_over_ranks", "norms_of"]
+__all__ = ["clip_coefficient", "norm_over_ranks", "norms_of"]
 
 _KIND = attrgetter("device", "dtype", "layout")
 
@@ -97,3 +97,8 @@ def _check(tensor: Tensor, layout: torch.layout, dtype: torch.dtype) -> None:
             f"total_norm: a parameter of shape {tuple(tensor.shape)} has a gradient of {layout} "
             f"and {dtype}; dense real gradients can be clipped. Leave this parameter out"
         )
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor, at most 1, by which torch clips gradients of ``norm``; 0-d, on its device."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

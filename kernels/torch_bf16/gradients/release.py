@@ -20,8 +20,8 @@ from torch_bf16.rules import STORE
 from torch_bf16.sharding import any_flattened
 
 from .backward import released
-from .release_options import check_release
-from .released_steps import ReleasedSteps, ReleaseOptions
+from .release_options import ReleaseOptions, check_release
+from .released_steps import ReleasedSteps
 
 __all__ = ["release_as", "release_gradients"]
 

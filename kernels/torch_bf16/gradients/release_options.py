@@ -1,4 +1,4 @@
-"""The options of plugins for released gradients, checked before anything is trained."""
+"""The options of released gradients, checked before anything is trained."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import Any
 
 from torch_bf16.argument_checks import check_max_norm
 
-from .released_steps import ReleaseOptions
-
-__all__ = ["check_release", "release_options"]
+__all__ = ["ReleaseOptions", "check_release", "release_options"]
 
 _NORMS = ("parameter", "last_step")
 _PREFIX = "release_"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseOptions:
+    """How gradients are released; see :func:`torch_bf16.release_gradients`."""
+
+    max_norm: float | None = None
+    norm: str = "parameter"
+    accumulation_steps: int = 1
 
 
 def release_options(options: dict[str, Any]) -> ReleaseOptions | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,25 +14,16 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
-from torch_bf16.engine.pending import clip_coefficient
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
 from .backward import Passes, released
 from .gathering import Gathering, Group, Waiting
-from .norm import norm_over_ranks, norms_of
+from .norm import clip_coefficient, norm_over_ranks, norms_of
+from .release_options import ReleaseOptions
 from .released_buckets import Bucket, announce_buckets
 
-__all__ = ["ReleaseOptions", "ReleasedSteps"]
-
-
-@dataclass(frozen=True)
-class ReleaseOptions:
-    """How gradients are released; see :func:`torch_bf16.release_gradients`."""
-
-    max_norm: float | None = None
-    norm: str = "parameter"
-    accumulation_steps: int = 1
+__all__ = ["ReleasedSteps"]
 
 
 class _Pass(Waiting):

@@ -9,7 +9,8 @@ from torch_bf16.engine.wrappers import optimizer_for
 
 from .accumulation import accumulate_gradients
 from .release import release_gradients
-from .released_steps import ReleasedSteps, ReleaseOptions
+from .release_options import ReleaseOptions
+from .released_steps import ReleasedSteps
 from .wire import reduce_gradients
 
 __all__ = ["setup_gradients"]

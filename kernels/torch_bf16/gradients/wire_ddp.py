@@ -27,7 +27,7 @@ from torch_bf16.sharding import Span, all_gather, bare_name
 
 from .reduce_scatter import all_reduce_mean, check_all_to_all, sum_of_ranks
 from .released_buckets import announce, hook_holder
-from .sums import StepNumbers
+from .step_numbers import StepNumbers
 
 __all__ = ["BucketReduction"]
 

@@ -54,7 +54,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     parameters that are not plain tensors (quantised weights) or are frozen in a dtype other than
     fp32. Modules named by ``recipe.keep_fp32``, or by a model of transformers in its
     ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were bf16 or fp16, and
-    compute in fp32, with their inputs upcast.
+    compute in fp32, with their inputs upcast (tensors, also in tuples, lists and dicts).
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
@@ -169,13 +169,14 @@ def fp32_parameters(
     """The parameters that are fp32 after :func:`cast_model`, by name.
 
     Raises:
-        ValueError: a pattern of ``keep_fp32`` matches nothing.
+        ValueError: ``model`` is not a module, or a pattern of ``keep_fp32`` matches nothing.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         >>> sorted(fp32_parameters(net))
         ['1.bias', '1.weight']
     """
+    check_module("fp32_parameters", model)
     asked = _kept(get_recipe(recipe), model)[1]
     staying, to_fp32 = _staying(model, asked), {id(p) for p in asked if _is_narrow(p)}
     return {
@@ -189,12 +190,13 @@ def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     staying = {id(p) for p in asked}
     for sub in module.modules():
         metric = any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__)
-        # The statistics decide, not the flag track_running_stats, which can be switched off later,
-        # as by Lightning's BaseFinetuning.
-        # The kernels of SyncBatchNorm take gains in fp32 or in the dtype of the input, and no rule
-        # of autocast reaches them.
+        # Its kernels take gains in fp32 or in the dtype of the input, and no rule of autocast
+        # reaches them.
         synced = isinstance(sub, nn.SyncBatchNorm)
-        if metric or synced or (isinstance(sub, _NormBase) and sub.running_mean is not None):
+        # Not the flag track_running_stats, which can be switched off later, as by Lightning's
+        # BaseFinetuning.
+        has_statistics = isinstance(sub, _NormBase) and sub.running_mean is not None
+        if metric or synced or has_statistics:
             staying.update(id(p) for p in sub.parameters())
     return staying
 

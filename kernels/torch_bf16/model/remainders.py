@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_bf16.argument_checks import check_module
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, shown_like
@@ -253,7 +254,14 @@ def sync_masters(
         model: the wrapped module, or the one inside; the same on every rank.
         src: global rank whose masters count; None for the first of the group, as in DDP.
         group: process group; None for that of a DDP module, or the default one for other modules.
+            Without any, there is one replica, and nothing happens.
+
+    Raises:
+        ValueError: ``model`` is not a module.
     """
+    check_module("sync_masters", model)
+    if not dist.is_available() or not dist.is_initialized():
+        return
     settle_at_exit()
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile is the outermost wrapper
     if group is None and isinstance(wrapped, DistributedDataParallel):

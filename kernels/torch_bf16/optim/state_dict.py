@@ -280,12 +280,12 @@ def _read(
                     )
                 state = _copy(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
                 used = keys_of(optimizer.rule_of_parameter(options, parameter))
-                for key in state.keys() - used:
-                    if is_stand_in(state[key]):
-                        del state[key]
-                    elif isinstance(state[key], Tensor):
+                for name in state.keys() - used:
+                    if is_stand_in(state[name]):
+                        del state[name]
+                    elif isinstance(state[name], Tensor):
                         # As torch does; states that the rule uses are moved elsewhere.
-                        state[key] = state[key].to(parameter.device)
+                        state[name] = state[name].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
 
 

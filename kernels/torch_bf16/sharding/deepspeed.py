@@ -3,7 +3,8 @@
 DeepSpeed lays the parameters of a group (ZeRO-3: of a sub-group) end to end, cuts the row between
 ranks (ZeRO-3: each parameter by itself), and hands the optimizer one tensor, this rank's part. The
 layout is read from the tables of DeepSpeed's own optimizer and not from its ``_hp_mapping``, which
-is wrong with round-robin gradients. This is the only file that names private parts of DeepSpeed.
+is wrong with round-robin gradients. Private parts of DeepSpeed are named here and in
+``deepspeed_engine.py`` alone.
 """
 
 from __future__ import annotations

@@ -51,8 +51,10 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
         state: what the optimizer keeps for it, possibly nothing.
         header: the header that our optimizers save; empty for others.
     """
-    if tensor.dtype != torch.bfloat16 or has_master(tensor, state):
-        return "none" if tensor.dtype.itemsize >= 4 or has_master(tensor, state) else "unknown"
+    if has_master(tensor, state) or tensor.dtype.itemsize >= 4:
+        return "none"
+    if tensor.dtype != torch.bfloat16:
+        return "unknown"
     if any(
         extra_bits(key) and isinstance(each, SavedTensor) and each.numel == tensor.numel
         for key, each in state.items()

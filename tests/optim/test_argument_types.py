@@ -1,0 +1,71 @@
+"""Arguments of another type, such as parameters in place of their model, are refused by name."""
+
+import pytest
+import torch
+from bad_input_cases import begun
+from torch import nn
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+LINEAR = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: torch_bf16.EMA("a"), "EMA was given a str and takes a torch.nn.Module"),
+        (lambda: torch_bf16.EMA(LINEAR, "0.9"), "decay='0.9' must be a number between 0 and 1"),
+        (lambda: torch_bf16.EMA(LINEAR, seed="1"), "seed='1' must be an int"),
+        (
+            lambda: torch_bf16.EMA(LINEAR).update_parameters("a"),
+            "update_parameters was given a str and takes",
+        ),
+        (lambda: torch_bf16.ema_multi_avg_fn("0.9"), "decay='0.9' must be a number"),
+        (
+            lambda: torch_bf16.param_groups(LINEAR.parameters()),
+            "param_groups was given a generator and takes a torch.nn.Module: the model itself",
+        ),
+        (
+            lambda: torch_bf16.param_groups(LINEAR, no_decay="bias"),
+            r"no_decay='bias' must be a sequence of keys: \('bias',\)",
+        ),
+        (
+            lambda: torch_bf16.param_groups(LINEAR, groups=["bias"]),
+            "must map keys to options of a group, for example",
+        ),
+        (
+            lambda: torch_bf16.sync_masters(LINEAR.parameters()),
+            "sync_masters was given a generator and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.fp32_parameters("a"),
+            "fp32_parameters was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.fp32_state_dict({}),
+            "fp32_state_dict was given a dict and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.fp32_optimizer_state_dict(torch.optim.SGD(LINEAR.parameters())),
+            "fp32_optimizer_state_dict was given a SGD, which does not store its numbers",
+        ),
+        (lambda: Recipe(keep_fp32=3), "keep_fp32=3 must be a tuple of module name patterns"),
+        (lambda: Recipe(name=3), "name=3 must be a string"),
+        (
+            lambda: torch_bf16.release_gradients(LINEAR, begun(), max_norm="1"),
+            "max_norm='1' must be a positive number, or None to clip nothing",
+        ),
+        (
+            lambda: torch_bf16.release_gradients(LINEAR.parameters(), begun()),
+            "release_gradients was given a generator and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.accumulate_gradients("a", begun(), "fp32"),
+            "accumulate_gradients was given a str and takes a torch.nn.Module",
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_told_from_good_ones(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
