@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from accelerate.utils import AutocastKwargs, recursively_apply
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -43,9 +43,7 @@ def autocast(
 def carry_autocast(model: nn.Module, accelerator: Any, compute: str) -> None:
     """Let a cast model run under autocast wherever it is called, and return fp32."""
     settings = _settings(accelerator.autocast_handler)
-    torch_bf16.carry_autocast(
-        unwrap_model(model), compute=compute, map_tensors=recursively_apply, **settings
-    )
+    torch_bf16.carry_autocast(unwrap_model(model), compute=compute, **settings)
 
 
 def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:

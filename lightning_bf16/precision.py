@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_bf16
 
 from . import _patches
-from ._patches.fp32_outputs import map_tensors, to_fp32
+from ._patches.fp32_outputs import to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
 __all__ = ["PrecisionMixin", "end_releases", "parameters_of"]
@@ -136,7 +136,7 @@ class PrecisionMixin(_Base):
 
     def carry_autocast(self, module: Module) -> None:
         """Let a cast module run under autocast wherever it is called."""
-        torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
+        torch_bf16.carry_autocast(module, compute=self.compute)
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:

@@ -15,33 +15,26 @@ from torch.nn import Module
 
 from bf16_autoload import Patches
 
-__all__ = ["Fp32Outputs", "map_tensors", "to_fp32"]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """Return ``data`` with ``function`` applied to all tensors in it, also in dataclasses.
-
-    If the function returns every tensor unchanged, this is ``data`` itself.
-    """
-    changes: list[bool] = []
-
-    def noted(tensor: Tensor) -> Tensor:
-        result = function(tensor)
-        changes.append(result is not tensor)
-        return result
-
-    mapped = apply_to_collection(data, dtype=Tensor, function=noted, allow_frozen=True)
-    return mapped if any(changes) else data
+__all__ = ["Fp32Outputs", "to_fp32"]
 
 
 def to_fp32(data: Any) -> Any:
-    """Return ``data`` with its bf16 tensors in fp32; other tensors and objects are unchanged.
+    """Return ``data`` with its bf16 tensors in fp32, also those in dataclasses.
+
+    If there is none, this is ``data`` itself.
 
     Example:
         >>> to_fp32({"loss": torch.ones((), dtype=torch.bfloat16), "n": 3})
         {'loss': tensor(1.), 'n': 3}
     """
-    return map_tensors(_upcast, data)
+    changes: list[bool] = []
+
+    def upcast(tensor: Tensor) -> Tensor:
+        changes.append(tensor.dtype == torch.bfloat16)
+        return tensor.float() if changes[-1] else tensor
+
+    converted = apply_to_collection(data, dtype=Tensor, function=upcast, allow_frozen=True)
+    return converted if any(changes) else data
 
 
 def _in_place(data: Any) -> Any:
@@ -63,10 +56,6 @@ def _in_place(data: Any) -> Any:
 
 def _is_frozen(data: Any) -> bool:
     return data.__dataclass_params__.frozen
-
-
-def _upcast(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 class Fp32Outputs:

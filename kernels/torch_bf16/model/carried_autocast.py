@@ -30,7 +30,6 @@ from .nested_tensors import map_arguments, map_tensors
 __all__ = ["carry_autocast", "inside_step"]
 
 _M = TypeVar("_M", bound=nn.Module)
-_Map = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 
 class _Calls(threading.local):
@@ -82,7 +81,6 @@ def carry_autocast(
     model: _M,
     *,
     compute: str | None = None,
-    map_tensors: _Map = map_tensors,
     **autocast: Any,
 ) -> _M:
     """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
@@ -94,6 +92,11 @@ def carry_autocast(
     ``model.float()``. Copies and pickles keep it, and need this package where they are loaded;
     state dicts do not contain it.
 
+    Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
+    tuples, lists, dicts, tensordicts and outputs of transformers and diffusers; and in dataclasses
+    and mutable mappings, unless they forbid copies or writes. Those of other objects, such as a
+    ``torch.distributions.Normal``, stay bf16.
+
     Args:
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
             settings.
@@ -101,12 +104,6 @@ def carry_autocast(
             instead, also those of each part that has bf16 weights of its own; see
             :func:`torch_bf16.arithmetic`. None keeps what the model carries, such as the ``"fp32"``
             of a recipe that it was cast by; without that, ``"autocast"``.
-        map_tensors: applies a function to all tensors in arguments or results, however nested:
-            ``map_tensors(function, data)``. The default handles the containers that
-            ``torch.utils._pytree`` knows: tuples, lists, dicts, tensordicts and outputs of
-            transformers and diffusers; and dataclasses and mutable mappings, unless they forbid
-            copies or writes. Of other objects, such as a ``torch.distributions.Normal``, the
-            tensors stay bf16.
         **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Returns:
@@ -131,11 +128,9 @@ def carry_autocast(
     for each in model.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
-            carried.map_tensors, carried.compute, carried.autocast = map_tensors, compute, autocast
+            carried.compute, carried.autocast = compute, autocast
         elif id(each) not in scripted and _is_called(each) and _is_bf16(each):
-            each.__dict__["forward"] = CarriedForward(
-                each, each is whole, map_tensors, compute, autocast
-            )
+            each.__dict__["forward"] = CarriedForward(each, each is whole, compute, autocast)
     return model
 
 
@@ -185,14 +180,8 @@ class CarriedForward:
     enters_in_checkpoints = False
 
     def __init__(
-        self,
-        module: nn.Module,
-        whole: bool,
-        map_tensors: _Map,
-        compute: str,
-        autocast: dict[str, Any],
+        self, module: nn.Module, whole: bool, compute: str, autocast: dict[str, Any]
     ) -> None:
-        self.map_tensors = map_tensors
         self.compute = compute
         self.autocast = autocast
         self._whole = whole
@@ -254,23 +243,23 @@ class CarriedForward:
             if not fp32 or not _is_bf16(module):
                 return forward(*first, *args, **kwargs)
             if self.compute == "bf16":
-                args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
+                args, kwargs = map_tensors(_to_bf16, (args, kwargs))
             if self.compute == "fp32":
                 if torch.compiler.is_exporting():
                     raise RuntimeError(_NO_EXPORT)
                 return _compiled_inside(self, args, kwargs)
             with arithmetic(device, self.compute, **self.autocast):
-                return self.map_tensors(widen, forward(*first, *args, **kwargs))
+                return map_tensors(widen, forward(*first, *args, **kwargs))
         if _is_inside(self, module):
             outputs = forward(*first, *args, **kwargs)
-            return self.map_tensors(widen, outputs) if fp32 else outputs
+            return map_tensors(widen, outputs) if fp32 else outputs
         if not _is_bf16(module):
             _remove_from(module)
             return forward(*first, *args, **kwargs)
         if self.compute == "bf16":
-            args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
+            args, kwargs = map_tensors(_to_bf16, (args, kwargs))
         with inside_step(), arithmetic(_device(module), self.compute, **self.autocast):
-            return self.map_tensors(widen, forward(*first, *args, **kwargs))
+            return map_tensors(widen, forward(*first, *args, **kwargs))
 
 
 _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -280,7 +269,7 @@ _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsag
 def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
     with arithmetic(_device(carried._module()), carried.compute, **carried.autocast):
         outputs = carried.__wrapped__(*args, **kwargs)
-    return _disable(carried.map_tensors)(widen, outputs)
+    return _disable(map_tensors)(widen, outputs)
 
 
 def called_through(caller: FrameType) -> tuple[Any, Any]:
