@@ -85,7 +85,7 @@ def _sgd_scalars(options, step, grad_scale):
 def _adamw_scalars(options, step, grad_scale):
     lr, share, beta1, weight_decay, beta2, eps = options
     sgd = lr, share, beta1, weight_decay
-    *_, size, _, kept, start = _sgd_scalars(sgd, step, grad_scale)
+    _, _, _, size, _, kept, start = _sgd_scalars(sgd, step, grad_scale)
     root = arithmetic.sqrt(1.0 - arithmetic.power(beta2, step))
     return (
         grad_scale, weight_decay, beta2, 1.0 - beta2, root, eps * root, share, size, lr, kept,
