@@ -17,7 +17,7 @@ from torch_bf16.sharding import Parameters, unlike_memory
 from .addresses import Addresses
 from .metadata import Metadata
 
-__all__ = ["Block", "BlockGradients", "readable", "spread"]
+__all__ = ["Block", "BlockGradients", "addresses_of_present", "readable"]
 
 _DTYPE, _SHAPE, _LAYOUT = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
 _END = object()
@@ -177,7 +177,7 @@ class Block:
         last, of_whom, addresses = self._last
         now = last.now(tensors)
         if now is not last or present != of_whom:
-            addresses = spread(now, tensors, present)
+            addresses = addresses_of_present(now, tensors, present)
             self._last = now, present, addresses
         return addresses
 
@@ -222,7 +222,9 @@ def readable(tensors: Sequence[Any]) -> bool:
     return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
 
 
-def spread(where: Addresses, tensors: Sequence[Any], present: Sequence[bool]) -> np.ndarray | None:
+def addresses_of_present(
+    where: Addresses, tensors: Sequence[Any], present: Sequence[bool]
+) -> np.ndarray | None:
     """The addresses of gradients, with a 0 for each parameter whose ``present`` is False.
 
     None if a gradient has no memory of its own.

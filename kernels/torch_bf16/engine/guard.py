@@ -18,7 +18,7 @@ from torch_bf16.sharding import (
 )
 
 from .addresses import Addresses
-from .block import Block, BlockGradients, readable, spread
+from .block import Block, BlockGradients, addresses_of_present, readable
 from .states import States
 
 __all__ = ["Guard", "StepGradients"]
@@ -116,7 +116,7 @@ class Guard:
             tensors = [shard.gradient() if flag else None for shard, flag in pairs]
             present, addresses = [*compress(tensors, self.is_active)], None
             if readable(present):
-                addresses = spread(Addresses.of(present), present, self.is_active)
+                addresses = addresses_of_present(Addresses.of(present), present, self.is_active)
             gradients = StepGradients(tensors, addresses)
         return gradients
 

@@ -108,7 +108,7 @@ def clip_grad_norm_(
     Example:
         >>> norm = torch_bf16.clip_grad_norm_(model.parameters(), 1.0)
     """
-    _check(max_norm)
+    _check_clip_norm(max_norm)
     parameters = _as_list(parameters)
     norm = _norm(parameters)
     _scale(parameters, _coefficient(norm, max_norm, error_if_nonfinite))
@@ -153,7 +153,7 @@ def clip_next_step(
         >>> norm = torch_bf16.clip_next_step(optimizer, 1.0)
         >>> optimizer.step()
     """
-    _check(max_norm)
+    _check_clip_norm(max_norm)
     owned = {
         each: [p for group in each.param_groups for p in group["params"]]
         for each in _as_list(optimizers, Optimizer, _NO_OPTIMIZER)
@@ -243,7 +243,7 @@ def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Ten
     return clip_coefficient(norm, max_norm)
 
 
-def _check(max_norm: Any) -> None:
+def _check_clip_norm(max_norm: Any) -> None:
     if isinstance(max_norm, Tensor):
         fits = max_norm.numel() == 1
     else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+__all__ = ["Corpus", "Windows", "batches", "load_corpus"]
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_SHARE = 10  # one file in ten
@@ -40,7 +43,7 @@ def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
     if not parts["train"] or not parts["validation"]:
         raise FileNotFoundError(
             f"{root} holds too few .py files for a corpus of {n_bytes} bytes. If this Python comes "
-            "without the sources of its standard library, use one from python.org or conda."
+            "without the sources of its standard library, use one from python.org or conda"
         )
     return Corpus(
         **{
@@ -50,13 +53,31 @@ def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
     )
 
 
+class Windows:
+    """The batches of :func:`batches`, each read from the text when it is used."""
+
+    def __init__(
+        self, text: torch.Tensor, *, n: int, batch_size: int, context: int, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        ends = len(text) - context - 1
+        self.starts = torch.randint(ends, (n, batch_size, 1), generator=generator)
+        self._text, self._offsets = text, torch.arange(context + 1)
+
+    def at(self, starts: torch.Tensor) -> torch.Tensor:
+        """The windows that begin at ``starts``, shape (..., 1)."""
+        return self._text[starts + self._offsets].long()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.at, self.starts)
+
+
 def batches(
     text: torch.Tensor, *, n: int, batch_size: int, context: int, seed: int
 ) -> torch.Tensor:
     """Draw ``n`` batches of windows: int64, shape (n, batch_size, context + 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - context - 1, (n, batch_size, 1), generator=generator)
-    return text[starts + torch.arange(context + 1)].long()
+    drawn = Windows(text, n=n, batch_size=batch_size, context=context, seed=seed)
+    return drawn.at(drawn.starts)
 
 
 def _source_files(root: Path) -> list[Path]:

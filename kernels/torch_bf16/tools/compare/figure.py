@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .charts import scale_of_differences, unit_of
-from .page import differences_of, layers_of, quiet
-from .style import inks
+from .page import differences_of, is_calm, layers_of
+from .style import KEPT, LOST, QUIET, ROLES, inks
 
 __all__ = ["draw", "require_matplotlib"]
-
-_GRAY = "#5c6168"
-_KEPT, _LOST = "#dcebf3", "#c23b00"
-_ROLES = {"weights": "#b9c6d2", "gradients": "#d9dee4", "moments": "#9fc3dc", "master": "#e3c48c"}
 
 
 def require_matplotlib() -> None:
@@ -39,7 +35,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     rows = found["rows"]
     colours = inks([row["name"] for row in rows], found["reference"])
     measured = [row for row in rows if row["bytes"] or row["ms"]]
-    mapped = [row for row in rows if row["ends"] and not quiet(row)]
+    mapped = [row for row in rows if row["ends"] and not is_calm(row)]
     heights = [4.0]
     heights += [0.9 + 0.3 * len(rows)] if measured else []
     deepest = max((len(layers_of(row["layers"])) for row in mapped), default=0)
@@ -83,7 +79,7 @@ def _curves(part: Any, found: Mapping[str, Any], colours: Mapping[str, str]) -> 
         ticks = scale_of_differences(means, edges)[1]
         right.set_yticks(ticks, [f"{each:+g}" if each else "0" for each in ticks])
         right.set_yticks([], minor=True)
-    right.axhline(0, color=_GRAY, linewidth=0.8)
+    right.axhline(0, color=QUIET, linewidth=0.8)
     right.set(xlabel="step", ylabel=f"difference to {found['reference']}, 95 % band")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -93,7 +89,7 @@ def _costs(part: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     left, right = part.subplots(1, 2, sharey=True)
     names = [row["name"] for row in rows]
     begin = [0.0] * len(rows)
-    for role, colour in _ROLES.items():
+    for role, colour in ROLES.items():
         sizes = [(row["bytes"] or {}).get(role, 0.0) for row in rows]
         bars = left.barh(names, sizes, left=begin, color=colour)
         labels = [f"{role} {size:.2g}" if size > 1.5 else "" for size in sizes]
@@ -102,7 +98,7 @@ def _costs(part: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     left.set_xlabel("bytes per parameter")
     for y, row in enumerate(rows):
         if row["ms"]:
-            right.plot([row["ms"]["p10"], row["ms"]["p90"]], [y, y], color=_GRAY, linewidth=3)
+            right.plot([row["ms"]["p10"], row["ms"]["p90"]], [y, y], color=QUIET, linewidth=3)
             right.plot(row["ms"]["p50"], y, "o", color="black", markersize=4)
     right.set_xlim(left=0)
     right.set_xlabel("ms per step: median, 10th to 90th percentile")
@@ -114,7 +110,7 @@ def _costs(part: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def _maps(part: Any, rows: Sequence[Mapping[str, Any]], lines: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    map_ = LinearSegmentedColormap.from_list("kept", [_LOST, _KEPT])
+    map_ = LinearSegmentedColormap.from_list("kept", [LOST, KEPT])
     axes = part.subplots(lines, 3, squeeze=False)
     for place in axes.ravel()[len(rows) :]:
         place.set_visible(False)

@@ -13,15 +13,14 @@ from torch_bf16.tools.output import share
 
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
 from .report import summary
-from .style import STYLE, colours
+from .style import ROLES, STYLE, colours
 from .verdict import BAD
 
-__all__ = ["differences_of", "headline", "layers_of", "page", "quiet"]
+__all__ = ["differences_of", "headline", "is_calm", "layers_of", "page"]
 
 _MOST_LAYERS = 28
 _NAMED = 3
 _CALM = 0.9
-_ROLES = ("weights", "gradients", "moments", "master")
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -178,7 +177,7 @@ def _bytes(rows: Sequence[Mapping[str, Any]], colour: Mapping[str, str]) -> str:
     largest = max(sum(row["bytes"].values()) for row in known)
     lines = ""
     for row in known:
-        drawn = stack([(role, row["bytes"].get(role, 0.0)) for role in _ROLES], largest)
+        drawn = stack([(role, row["bytes"].get(role, 0.0)) for role in ROLES], largest)
         total = f"{sum(row['bytes'].values()):.2f}"
         lines += _bar(row["name"], colour, drawn, total)
     why = "Held at the end of a backward pass; activations are not counted."
@@ -222,7 +221,7 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     for row in found["rows"]:
         if not row["layers"]:
             continue
-        if len(found["rows"]) > _NAMED + 1 and quiet(row):
+        if len(found["rows"]) > _NAMED + 1 and is_calm(row):
             calm.append(row["name"])
             continue
         layers = layers_of(row["layers"])
@@ -258,7 +257,7 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     )
 
 
-def quiet(row: Mapping[str, Any]) -> bool:
+def is_calm(row: Mapping[str, Any]) -> bool:
     """Whether there is nothing to see: updates are kept at all times, and every element moved."""
     windows = [share for each in row["layers"].values() for share in each["windows"]]
     calm = all(share is None or share >= _CALM for share in windows)

@@ -48,9 +48,14 @@ def _series(ground: int) -> str:
     return "".join(f"--c{n}:{pair[ground]};" for n, pair in enumerate(_PALETTE))
 
 
+QUIET, KEPT, LOST = "#5c6168", "#dcebf3", "#c23b00"
+ROLES = {"weights": "#b9c6d2", "gradients": "#d9dee4", "moments": "#9fc3dc", "master": "#e3c48c"}
+"""What the bytes of a parameter are for, and their colours on white, in the figure, too."""
+
 _LIGHT = (
-    "--paper:#fff;--ink:#1d2125;--quiet:#5c6168;--line:#dfe2e6;--soft:#f4f5f7;"
-    "--kept:#dcebf3;--lost:#c23b00;--r0:#b9c6d2;--r1:#d9dee4;--r2:#9fc3dc;--r3:#e3c48c;"
+    f"--paper:#fff;--ink:#1d2125;--quiet:{QUIET};--line:#dfe2e6;--soft:#f4f5f7;"
+    f"--kept:{KEPT};--lost:{LOST};"
+    f"{''.join(f'--r{n}:{colour};' for n, colour in enumerate(ROLES.values()))}"
     f"--on:#1d2125;{_series(0)}"
 )
 _DARK = (

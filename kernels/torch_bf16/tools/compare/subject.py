@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bf16.tools.factory import Training, import_name, training_of
 
-from .corpus import batches, load_corpus
+from .corpus import Windows, load_corpus
 from .next_byte import CONTEXT, NextByte
 
 __all__ = ["Subject", "subject_of"]
@@ -62,8 +62,8 @@ class Subject:
 def _built_in(text: Tensor, steps: int) -> Training:
     model = NextByte()
     seed = int(torch.randint(2**31, ()))
-    drawn = batches(text, n=steps, batch_size=_BATCH, context=CONTEXT, seed=seed)
-    return Training(model, list(drawn), None, _NAME)
+    drawn = Windows(text, n=steps, batch_size=_BATCH, context=CONTEXT, seed=seed)
+    return Training(model, drawn, None, _NAME)
 
 
 def subject_of(factory: str | None, text: Path | None = None) -> Subject:
