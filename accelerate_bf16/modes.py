@@ -33,7 +33,7 @@ MODE_VARIABLE = "BF16_MODE"
 
 
 def canonical(value: object) -> str | None:
-    """Return the mode that a value of ``mixed_precision`` names, or None if it is not one of ours.
+    """The mode that a value of ``mixed_precision`` names, or None if it is not one of ours.
 
     Example:
         >>> canonical("true-bf16-stochastic")
@@ -72,7 +72,7 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | Non
 
 
 def environment_mode() -> str | None:
-    """Return the mode of ours that either environment variable names, or None.
+    """The mode of ours that either environment variable names, or None.
 
     Raises:
         ValueError: the value of a variable is misspelt.
@@ -81,7 +81,7 @@ def environment_mode() -> str | None:
 
 
 def overriding_mode() -> str | None:
-    """Return the mode that ``BF16_MODE`` names, or None if it is empty or not set.
+    """The mode that ``BF16_MODE`` names, or None if it is empty or not set.
 
     Raises:
         ValueError: it names something else.

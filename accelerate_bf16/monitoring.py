@@ -28,7 +28,7 @@ def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """Return what the monitors measured since the last call: ``bf16/...``, ``bf16_1/...``, ..."""
+    """What the monitors measured since the last call: ``bf16/...``, ``bf16_1/...``, ..."""
     metrics: dict[str, float] = {}
     for number, optimizer in enumerate(converted_optimizers(optimizers)):
         for each in optimizer.observers:

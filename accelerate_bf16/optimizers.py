@@ -14,7 +14,7 @@ __all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the user's optimizer, below Accelerate's wrapper, or the converted one inside it.
+    """The user's optimizer, below Accelerate's wrapper, or the converted one inside it.
 
     SAM, for example, shares the groups of a base optimizer, which takes the steps and may have been
     converted already.
@@ -29,7 +29,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
-    """Return the converted ones among optimizers that may be prepared or bare."""
+    """The converted ones among optimizers that may be prepared or bare."""
     unwrapped = map(unwrap_optimizer, optimizers)
     return [each for each in unwrapped if isinstance(each, torch_bf16.BF16Optimizer)]
 

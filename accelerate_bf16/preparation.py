@@ -136,11 +136,11 @@ class Preparation:
         return groups
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the optimizers that update a parameter of a model."""
+        """The optimizers that update a parameter of a model."""
         return [each for each in self._optimizers if trains(each, model)]
 
     def compute_for(self, model: nn.Module) -> str:
-        """Return the recipe's ``compute`` for a model."""
+        """The recipe's ``compute`` for a model."""
         return self._recipe_for(unwrap_model(model)).compute
 
     def setup_training(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
@@ -211,7 +211,7 @@ class Preparation:
                 yield optimizer, trained
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
-        """Return a module whose parameter names key an optimizer's noise, or None."""
+        """A module whose parameter names key an optimizer's noise, or None."""
         owned = {number: m for number, m in enumerate(self._models) if trains(optimizer, m)}
         if owned.keys() <= {0}:
             return owned.get(0)
@@ -219,7 +219,7 @@ class Preparation:
         return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})
 
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
-        """Return a model's recipe with the adapters that stay fp32, looked up before sharding."""
+        """A model's recipe with the adapters that stay fp32, looked up before sharding."""
         if id(model) not in self._recipes:
             # An optimizer that the user created as ours keeps its recipe, and the model follows it.
             recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))

@@ -64,11 +64,11 @@ class BF16RecipeKwargs(KwargsHandler):
             self.release()
 
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
-        """Return these options, with those that are None taken from ``other``."""
+        """These options, with those that are None taken from ``other``."""
         return dataclasses.replace(other, **self.to_kwargs())
 
     def recipe(self, mode: str) -> torch_bf16.Recipe:
-        """Return the mode's recipe with these options.
+        """The mode's recipe with these options.
 
         Raises:
             ValueError: a format is unknown, or gradients that are not released would be clipped.
@@ -78,12 +78,12 @@ class BF16RecipeKwargs(KwargsHandler):
         return torch_bf16.get_recipe(mode, **options)
 
     def release(self) -> Any:
-        """Return the result of :func:`torch_bf16.release_options`: None if nothing is released."""
+        """The result of :func:`torch_bf16.release_options`: None if nothing is released."""
         return torch_bf16.release_options(self.to_kwargs())
 
 
 def options_of(accelerator: Any) -> BF16RecipeKwargs:
-    """Return an Accelerator's options, with those that are None taken from the environment."""
+    """An Accelerator's options, with those that are None taken from the environment."""
     handler = getattr(accelerator, "_bf16_recipe_options", None)
     options = BF16RecipeKwargs(**torch_bf16.options_from_environment())
     return (handler or BF16RecipeKwargs()).over(options)

@@ -15,6 +15,19 @@ from torch.optim import Optimizer
 
 from .modes import LAUNCHER_VARIABLE, MODE_VARIABLE
 
+__all__ = [
+    "explain_mixed_unit",
+    "refuse_arguments",
+    "refuse_data_parallel",
+    "refuse_engine",
+    "refuse_flat",
+    "refuse_late_clipping",
+    "refuse_left_behind",
+    "refuse_scripts_mode",
+    "refuse_under_deepspeed",
+    "refuse_wrapped",
+]
+
 _ENGINES = {
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
     "only, so that it would train in fp32 under this name",

@@ -99,7 +99,7 @@ def _model_and_optimizer() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 
 def _data(batches: int, processes: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, indexed by batch and process."""
+    """Inputs and targets, indexed by batch and process."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(batches, processes, _BATCH, 8, generator=generator)
     return inputs, (inputs[..., :1] * inputs[..., 1:2] + inputs[..., 2:3]).tanh()

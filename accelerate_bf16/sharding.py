@@ -16,7 +16,7 @@ __all__ = ["fp32_groups", "policy"]
 
 
 def policy(version: int) -> Any:
-    """Return FSDP's policy for bf16 weights whose gradients are reduced in fp32.
+    """FSDP's policy for bf16 weights whose gradients are reduced in fp32.
 
     Inputs are not cast: the forward pass runs under autocast, as with DDP, and a norm gets fp32
     inputs with all their bits. For FSDP1 nothing is cast: a dtype for parameters would also apply
@@ -32,7 +32,7 @@ def policy(version: int) -> Any:
 
 
 def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules of an unsharded model whose parameters all stay in fp32."""
+    """The outermost modules of an unsharded model whose parameters all stay in fp32."""
     staying = {id(p) for p in fp32.values()}
     groups = list(_outermost(model, staying))
     inside = {id(p) for group in groups for p in group.parameters()}

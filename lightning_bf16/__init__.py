@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _installed() -> dict[str, str | None]:
-    """Return the version of each host that can be imported, or None if it has no metadata."""
+    """The version of each host that can be imported, or None if it has no metadata."""
     versions: dict[str, str | None] = {}
     for host in _HOSTS:
         spec = importlib.util.find_spec(host)

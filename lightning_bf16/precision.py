@@ -161,15 +161,15 @@ class PrecisionMixin(_Base):
         return torch_bf16.arithmetic(self._device_type(), self.compute)
 
     def convert_input(self, data: Any) -> Any:
-        """Return inputs unchanged, or with floats cast to bf16 if ``compute`` is ``"bf16"``."""
+        """Inputs unchanged, or with floats cast to bf16 if ``compute`` is ``"bf16"``."""
         return super().convert_input(data) if self.compute == "bf16" else data
 
     def convert_output(self, data: Any) -> Any:
-        """Return outputs with bf16 tensors in fp32."""
+        """Outputs with bf16 tensors in fp32."""
         return to_fp32(data)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plugin's settings; all numbers are in the optimizers' state."""
+        """The plugin's settings; all numbers are in the optimizers' state."""
         return {"mode": self.mode, "seed": self.recipe.seed, "compute": self.compute}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class PrecisionMixin(_Base):
                 _releases[optimizer] = handle
 
     def accumulation_steps(self) -> int:
-        """Return the number of backward passes per released step."""
+        """The number of backward passes per released step."""
         return self.release_accumulation_steps or 1
 
     def sync_masters(self, module: Module, strategy: Any) -> None:
@@ -268,7 +268,7 @@ class PrecisionMixin(_Base):
             torch_bf16.sync_masters(inner)
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
-        """Return the module, converted here, that has all parameters of an optimizer, or None."""
+        """The module, converted here, that has all parameters of an optimizer, or None."""
         return next((each for each in self._live_modules() if _owns(each, optimizer)), None)
 
     def _live_modules(self) -> list[Module]:
@@ -289,7 +289,7 @@ def end_releases(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def parameters_of(optimizer: Any) -> set[torch.Tensor]:
-    """Return the parameters that an optimizer trains; none for an object without groups."""
+    """The parameters that an optimizer trains; none for an object without groups."""
     return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 

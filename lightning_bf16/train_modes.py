@@ -43,5 +43,5 @@ def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesMixin
 
 
 def _with_modes(optimizers: Any) -> list[Any]:
-    """Return the optimizers that have train and eval modes."""
+    """The optimizers that have train and eval modes."""
     return [each for each in optimizers if callable(getattr(each, "eval", None))]

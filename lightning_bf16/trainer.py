@@ -20,7 +20,7 @@ __all__ = ["TrainerMixin"]
 
 
 def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
-    """Return the plugin's context method for one kind of step, whose results become fp32."""
+    """The plugin's context method for one kind of step, whose results become fp32."""
 
     @contextmanager
     def context(self: Any) -> Iterator[None]:
@@ -81,7 +81,7 @@ class TrainerMixin(PrecisionMixin):
         return model, optimizers, lr_schedulers
 
     def accumulation_steps(self) -> int:
-        """Return the largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""
+        """The largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""
         if self.release_accumulation_steps is not None or self._trainer is None:
             return super().accumulation_steps()
         schedules = [getattr(each, "scheduling", {}) for each in self._trainer.callbacks]
@@ -135,7 +135,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _trainer_of(module: Module) -> Any:
-    """Return the Trainer that a module belongs to, or None."""
+    """The Trainer that a module belongs to, or None."""
     try:
         return module.trainer
     except (AttributeError, RuntimeError):  # no LightningModule, or one without a Trainer

@@ -18,6 +18,21 @@ from bf16_autoload import Patches
 from .deepspeed import attach, schedulers, uses_deepspeed
 from .fsdp import separate_groups
 
+__all__ = [
+    "add_mixed_precision",
+    "autocast",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_state_dict",
+    "init",
+    "load_state",
+    "log",
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "save_averages",
+]
+
 if TYPE_CHECKING:
     from accelerate_bf16.preparation import Preparation
 
@@ -178,7 +193,7 @@ def prepare_optimizer(
 
 @_without_deepspeed
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
-    """Return the context of the wrapped forward, for modules that are called outside it."""
+    """The context of the wrapped forward, for modules that are called outside it."""
     from accelerate_bf16 import models
     from accelerate_bf16.recipe_options import options_of
 
@@ -236,7 +251,7 @@ def save_averages(original: Any, accelerator: Any, mode: str, *args: Any, **kwar
 
 @_in_our_modes
 def get_state_dict(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the averages of schedule-free optimizers, in copies that outlast the switch back."""
+    """The averages of schedule-free optimizers, in copies that outlast the switch back."""
     import torch_bf16
     from accelerate_bf16.optimizers import converted_optimizers
 
@@ -267,7 +282,7 @@ def _check_not_released(parameters: Any) -> list[Any]:
 
 
 def _norm_alone(parameters: Any) -> Any:
-    """Return the norm for the logs of a Trainer that does not clip; NaN for released gradients."""
+    """The norm for the logs of a Trainer that does not clip; NaN for released gradients."""
     import torch
 
     import torch_bf16
@@ -279,7 +294,7 @@ def _norm_alone(parameters: Any) -> Any:
 
 
 def _passes_per_step(accelerator: Any) -> int:
-    """Return the number of backward passes per step; a Trainer's arguments win."""
+    """The number of backward passes per step; a Trainer's arguments win."""
     settings = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
     return settings.gradient_accumulation_steps
 
@@ -333,14 +348,14 @@ def _refuse(accelerator: Any, mode: str) -> None:
 
 
 def _fsdp_version(accelerator: Any) -> int | None:
-    """Return 1 or 2, or None without FSDP."""
+    """1 or 2, or None without FSDP."""
     if accelerator.distributed_type.value != "FSDP":
         return None
     return getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
 
 
 def _wrapped_models(accelerator: Any) -> Any:
-    """Return the wrapped models; the accelerator's own list also has bare ones."""
+    """The wrapped models; the accelerator's own list also has bare ones."""
     return accelerator.__dict__.setdefault("_bf16_wrapped", _Models())
 
 

@@ -20,6 +20,16 @@ from accelerate_bf16.modes import (
 )
 from bf16_autoload import Patches
 
+__all__ = [
+    "add_argument",
+    "ask_options",
+    "explain_choices",
+    "export_mode",
+    "notebook_launcher",
+    "test_command",
+    "write_basic_config",
+]
+
 
 def add_argument(original: Any) -> Any:
     """Add the modes to the choices of ``--mixed_precision``."""

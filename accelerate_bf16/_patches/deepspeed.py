@@ -28,7 +28,7 @@ def complete_configs(plugins: Any) -> None:
 
 
 def schedulers(arguments: Sequence[Any]) -> list[Any]:
-    """Return torch's learning-rate schedulers among the arguments of ``prepare``."""
+    """Torch's learning-rate schedulers among the arguments of ``prepare``."""
     from torch.optim.lr_scheduler import LRScheduler
 
     return [each for each in arguments if isinstance(each, LRScheduler)]

@@ -13,6 +13,8 @@ from bf16_autoload import Patches
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["load_fsdp_optimizer", "separate_groups"]
+
 
 def load_fsdp_optimizer(original: Any) -> Any:
     """Let a new optimizer load sharded states under FSDP1.

@@ -21,6 +21,8 @@ from bf16_autoload import Patches
 from .deepspeed import complete_configs
 from .enums import add_member
 
+__all__ = ["add_modes", "init", "rename"]
+
 
 def add_modes(module: Any, patches: Patches) -> None:
     """Make the modes members of ``PrecisionType``."""
@@ -38,7 +40,7 @@ def rename(module: Any, patches: Patches) -> None:
 
 
 def _resolve(script_mode: str) -> tuple[str, str | None]:
-    """Return the mode that applies if a script names one itself, and the line that says so."""
+    """The mode that applies if a script names one itself, and the line that says so."""
     mode, launcher_mode = overriding_mode(), canonical(os.environ.get(LAUNCHER_VARIABLE))
     if mode is not None and script_mode != mode:
         refuse_scripts_mode(mode, script_mode)

@@ -17,6 +17,18 @@ from bf16_autoload import Patches
 
 from .enums import add_member
 
+__all__ = [
+    "OPTIMIZERS",
+    "add_names",
+    "create_accelerator_and_postprocess",
+    "get_optimizer_cls_and_kwargs",
+    "get_reporting_integration_callbacks",
+    "load_from_checkpoint",
+    "post_init",
+    "save_averages",
+    "trainer_config_process",
+]
+
 OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode in MODES}
 """Values of ``TrainingArguments.optim`` that also select a mode."""
 
@@ -145,7 +157,7 @@ def post_init(original: Any) -> Any:
 
 
 def _mode_of(arguments: Any, requested: str | None) -> str | None:
-    """Return the mode that ``optim``, the launcher or the arguments name, or None."""
+    """The mode that ``optim``, the launcher or the arguments name, or None."""
     own = canonical(getattr(arguments, "mixed_precision", None))
     return OPTIMIZERS.get(_name(arguments.optim)) or requested or own
 

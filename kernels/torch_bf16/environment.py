@@ -16,6 +16,7 @@ from typing import Any
 from .recipe import RECIPES, Recipe, get_recipe
 
 __all__ = [
+    "OFF",
     "OPTIONS",
     "misspelt_variables",
     "mode_from_environment",
@@ -37,7 +38,9 @@ OPTIONS: dict[str, str] = {
 """The option that each variable sets, unless the script sets it."""
 
 _KNOWN = (*OPTIONS, "BF16_MODE", "BF16_MONITOR", "BF16_AUTOLOAD")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
+OFF = ("0", "false", "no", "off")
+"""Values that switch something off, in lower case."""
 
 
 def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -124,9 +127,9 @@ def misspelt_variables(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 def _parse(variable: str, name: str, text: str) -> Any:
     if name == "release_gradients":
-        if text.lower() not in (*_TRUE, *_FALSE):
-            raise ValueError(f"{variable}={text!r} must be one of {', '.join(_TRUE + _FALSE)}")
-        return text.lower() in _TRUE
+        if text.lower() not in (*_ON, *OFF):
+            raise ValueError(f"{variable}={text!r} must be one of {', '.join(_ON + OFF)}")
+        return text.lower() in _ON
     if name == "keep_fp32":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     read, number = {

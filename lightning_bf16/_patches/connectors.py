@@ -60,7 +60,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
 
 
 def _override(mode: str, name: Any, passed: Any) -> str:
-    """Return the mode of ``BF16_MODE``, and log if it replaces the script's precision."""
+    """The mode of ``BF16_MODE``; logs if it replaces the script's precision."""
     own, current = f"precision={name!r}", name
     if passed is not None:
         own = f"the plugin {type(passed).__name__}"
@@ -78,7 +78,7 @@ def _override(mode: str, name: Any, passed: Any) -> str:
 
 
 def _under_deepspeed(plugin: Any, kind: type, config: Any) -> Any:
-    """Return a plugin with the same options for DeepSpeed's engine, and check its configuration."""
+    """A plugin with the same options for DeepSpeed's engine, whose configuration is checked."""
     if plugin.release is not None:
         raise NotImplementedError(
             "release_gradients=True cannot be used with DeepSpeedStrategy, which reduces gradients "

@@ -19,7 +19,7 @@ __all__ = ["Fp32Outputs", "to_fp32"]
 
 
 def to_fp32(data: Any) -> Any:
-    """Return ``data`` with its bf16 tensors in fp32, also those in dataclasses.
+    """``data`` with its bf16 tensors in fp32, also those in dataclasses.
 
     If there is none, this is ``data`` itself.
 

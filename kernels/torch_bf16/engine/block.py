@@ -84,7 +84,7 @@ class Block:
         self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
 
     def look(self, states: list[Mapping[str, Any]] | None) -> BlockGradients | None:
-        """Return the gradients, or None if a parameter or a state has changed or moved.
+        """The gradients, or None if a parameter or a state has changed or moved.
 
         Also None if a gradient is of a kind that was not planned for.
 

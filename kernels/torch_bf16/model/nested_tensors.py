@@ -15,7 +15,7 @@ __all__ = ["map_arguments", "map_tensors"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """Return ``data`` with ``function`` applied to all tensors in it, also in dataclasses."""
+    """``data`` with ``function`` applied to all tensors in it, also in dataclasses."""
     return _map_inside((), function, data)
 
 

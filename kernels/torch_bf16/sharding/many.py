@@ -120,7 +120,7 @@ def all_same(some: Any, others: list[Any]) -> bool:
 
 
 def unlike_memory(kinds: set[type]) -> tuple[set[type], set[type]]:
-    """Return the classes of gradients that are not plain tensors.
+    """The classes of gradients that are not plain tensors.
 
     Args:
         kinds: classes of gradients.

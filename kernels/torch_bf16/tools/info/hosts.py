@@ -8,6 +8,7 @@ import re
 import sys
 from typing import Any
 
+from torch_bf16.environment import OFF
 from torch_bf16.errors import version_numbers
 from torch_bf16.tools.machine import versions
 
@@ -39,14 +40,12 @@ HOOKED = {
 }
 """For each host, the prefixes of its modules' names; empty if it is hooked through another host."""
 
-_OFF = ("0", "false", "no", "off")
-
 
 def hook() -> tuple[bool, str]:
     """Whether hosts know the modes without an import of this package, and why or why not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         return False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch loads no extension"
-    if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() in _OFF:
+    if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() in OFF:
         return False, f"BF16_AUTOLOAD={os.environ['BF16_AUTOLOAD']} turns it off"
     points = importlib.metadata.entry_points(group="torch.backends")
     if not any(each.name == "bf16" for each in points):
