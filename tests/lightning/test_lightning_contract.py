@@ -5,9 +5,11 @@ Contexts that raise are in test_lightning_numerics.py.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lightning_models import batches, host, make_module, make_trainer
 from torch import nn
 from torch.nn import functional as F
 
+import lightning_bf16
 import torch_bf16
 from torch_bf16.gradients.clipping import pending_of
 
@@ -25,6 +28,19 @@ Pair = namedtuple("Pair", "x n")
 @pytest.fixture(params=FAMILIES)
 def plugin_class(request):
     return host(f"lightning_bf16.{request.param}").BF16Precision
+
+
+@pytest.mark.parametrize(
+    ("ours", "package", "twin"),
+    [
+        ("fabric", "lightning.fabric", "lightning_fabric"),
+        ("pytorch", "lightning.pytorch", "pytorch_lightning"),
+    ],
+)
+def test_the_plugins_of_both_packages_are_the_same_lines(ours, package, twin):
+    folder = Path(lightning_bf16.__file__).parent
+    one, other = ((folder / f"{name}.py").read_text() for name in (ours, twin))
+    assert ast.dump(ast.parse(one.replace(package, twin))) == ast.dump(ast.parse(other))
 
 
 def test_convert_module_casts_in_place_and_keeps_identity_and_frozen_parameters(plugin_class):

@@ -68,3 +68,14 @@ def test_a_model_that_was_compiled_before_the_cast_casts_its_inputs_to_compute_i
     compiled = carried(torch.compile(Net(), backend="eager"), compute="bf16")  # pyright: ignore
     with torch.no_grad():
         assert torch.equal(compiled(X), carried(Net(), compute="bf16")(X))
+
+
+@pytest.mark.parametrize("compute", ["autocast", "bf16", "fp32"])
+@pytest.mark.parametrize("keep", [(), ("body.1",)])
+def test_on_the_meta_device_a_model_has_its_shapes(compute, keep):
+    with torch.device("meta"):
+        net = BodyAndHead()
+        x = torch.empty(3, 8)
+    recipe = torch_bf16.get_recipe("bf16-stochastic", compute=compute, keep_fp32=keep)
+    torch_bf16.carry_autocast(torch_bf16.cast_model(net, recipe))
+    assert net.head(net.body(x)).shape == (3, 4)

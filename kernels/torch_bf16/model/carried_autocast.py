@@ -304,7 +304,8 @@ def _computes_in_bf16(module: Any) -> bool:
         weights = module._parameters.values()
     for p in weights:
         if p is not None and p.dtype == torch.bfloat16:
-            return not torch.is_autocast_enabled(p.device.type)
+            device = p.device.type
+            return device != "meta" and not torch.is_autocast_enabled(device)
     return False
 
 
@@ -314,6 +315,8 @@ def _is_inside(carried: CarriedForward, module: Any) -> bool:
     if _calls.depth > 0 and not carried.enters_in_checkpoints:
         return True
     device, fp32 = _device(module), carried.compute == "fp32"
+    if device == "meta":
+        return True  # there is no autocast, and shapes do not depend on it
     on = computes_in_fp32(device) if fp32 else _is_on(device, carried.compute)
     inside = on or _calls.depth > 0
     if (inside and not carried.enters_in_checkpoints) or not is_called_by_checkpoint():

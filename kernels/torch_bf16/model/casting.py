@@ -10,6 +10,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -333,5 +334,6 @@ def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args
     args, kwargs = map_arguments(widen, args, kwargs)
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
-    with torch.autocast(device, enabled=False):
+    # The meta device has no autocast.
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         return forward(*args, **kwargs)
