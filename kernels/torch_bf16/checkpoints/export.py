@@ -15,7 +15,7 @@ from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.sharding import any_flattened, local, saved_names
 from torch_bf16.states.recoding import stored_format
-from torch_bf16.states.schema import HEADER
+from torch_bf16.states.schema import HEADER, check_saved
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
 from .files import check_complete, damaged_safetensors, first_keys, read_file
@@ -122,8 +122,9 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
         The weights, and how many of them had an exact master.
 
     Raises:
-        CheckpointError: the masters cannot be assigned, because an optimizer's state dict has no
-            parameter names, several have the same, or a master fits no weight.
+        CheckpointError: an optimizer's state dict is not built as torch builds it, or the masters
+            cannot be assigned, because it has no parameter names, several have the same, or a
+            master fits no weight.
     """
     states: dict[str, Mapping[str, Any]] = {}
     for each in _as_list(optimizers):
@@ -277,9 +278,10 @@ def _parts(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
 
 
 def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    check_saved(optimizer)
     groups = optimizer["param_groups"]
     states = {k: each for k, each in optimizer["state"].items() if isinstance(each, Mapping)}
-    names = optimizer.get(HEADER, {}).get("names") or [g.get("param_names", ()) for g in groups]
+    names = (optimizer.get(HEADER) or {}).get("names") or [g.get("param_names", ()) for g in groups]
     named = {
         key: name
         for group, names_of_group in zip(groups, names, strict=True)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_bf16.errors import StateMismatchError
+from torch_bf16.errors import CheckpointError, StateMismatchError
 from torch_bf16.recipe import Recipe
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_header",
     "check_hyperparameters",
     "check_names",
+    "check_saved",
     "check_whole",
     "header",
     "narrow_states",
@@ -71,6 +72,11 @@ def check_whole(state_dict: Any) -> None:
                 f"parameter group {number} of the state dict is damaged: it needs a list 'params' "
                 f"of numbers or names and has {keys!r}. Load it as it was saved"
             )
+        if not _are_names(names := group.get("param_names", [])):
+            raise StateMismatchError(
+                f"parameter group {number} of the state dict is damaged: its 'param_names' are "
+                f"{names!r} and must be a list of names. Load it as it was saved"
+            )
         for key in keys:
             state = state_dict["state"].get(key)
             if state is not None and not isinstance(state, Mapping):
@@ -78,6 +84,19 @@ def check_whole(state_dict: Any) -> None:
                     f"the state of parameter {key!r} in the state dict is damaged: it is "
                     f"{type(state).__name__} and must be a dict. Load it as it was saved"
                 )
+
+
+def check_saved(state_dict: Any) -> None:
+    """Refuse what a file holds for an optimizer, where there is none to load it into.
+
+    Raises:
+        CheckpointError: it is not built as torch builds it, or the entry of ours is damaged.
+    """
+    try:
+        check_whole(state_dict)
+        check_header(state_dict.get(HEADER), Recipe())
+    except StateMismatchError as error:
+        raise CheckpointError(f"the state of an optimizer cannot be read: {error}") from None
 
 
 def check_hyperparameters(saved: Mapping[str, Any], expected: Iterable[str], number: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError, first_line
-from torch_bf16.states.schema import HEADER
+from torch_bf16.states.schema import HEADER, check_saved
 
 from .saved import OptimizerStates, Saved, SavedTensor, is_number
 
@@ -33,7 +33,8 @@ def read_torch_file(path: Path) -> Saved:
     """Weights, the optimizer's states and the step of a file of torch.save, Lightning or Trainer.
 
     Raises:
-        CheckpointError: it is truncated, damaged or of another kind, or holds no weights.
+        CheckpointError: it is truncated, damaged or of another kind, or holds no weights, or an
+            optimizer's state that is not built as torch builds it.
         OSError: it cannot be read.
     """
     content, notes = _load(path)
@@ -168,6 +169,7 @@ def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
 def _optimizer(states: Any) -> OptimizerStates | None:
     if not isinstance(states, Mapping) or not isinstance(states.get("state"), Mapping):
         return None
+    check_saved(states)
     found = {
         key: {
             name: (
@@ -180,9 +182,7 @@ def _optimizer(states: Any) -> OptimizerStates | None:
         for key, each in states["state"].items()
         if isinstance(each, Mapping)
     }
-    groups = [each for each in states.get("param_groups", []) if isinstance(each, Mapping)]
-    header = states.get(HEADER)
-    return OptimizerStates(found, groups, header if isinstance(header, Mapping) else {})
+    return OptimizerStates(found, list(states["param_groups"]), states.get(HEADER) or {})
 
 
 def _saved_tensor(tensor: Tensor) -> SavedTensor | None:
