@@ -45,6 +45,15 @@ PATCHES: dict[str, TorchPatch] = {
         "it finds two classes named AdamW, and refuses the name",
         "torch_bf16.optim.subclass_listing",
     ),
+    "optimizer_state_dict": TorchPatch(
+        "state_dict and load_state_dict of torch.optim.Optimizer",
+        "the first optimizer of this package",
+        "an optimizer of another library that shares the states of the one that it wraps (SAM of "
+        "pytorch_optimizer) saves and loads them as the wrapped one does",
+        "such an optimizer rounds fp32 moments to bf16 as it loads them, and takes the bits beside "
+        "a weight for numbers",
+        "torch_bf16.optim.shared_states",
+    ),
     "autocast_kernels": TorchPatch(
         "kernels of the dispatch keys AutocastCPU and AutocastCUDA for operations of aten that "
         "have none",

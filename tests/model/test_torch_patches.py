@@ -16,6 +16,8 @@ from torch_bf16.model import autocast
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
 ROOT = Path(__file__).parents[2]
+torch_patches.restore()
+SAVE = torch.optim.Optimizer.state_dict  # which torch itself has wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,7 @@ def applied() -> set[str]:
         name
         for name, is_applied in {
             "optimizer_subclasses": "__subclasses__" in vars(torch.optim.Optimizer),
+            "optimizer_state_dict": SAVE is not torch.optim.Optimizer.state_dict,
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
             "autocast_embedding": has_kernel("aten::embedding", "AutocastCPU"),
             "dispatch_mode_enter": hasattr(TorchDispatchMode.__enter__, "__wrapped__"),

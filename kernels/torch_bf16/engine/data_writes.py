@@ -55,6 +55,7 @@ class DataWatch:
         self._parameter = parameter
         self._bytes: Tensor | None = None
         self.version = -1
+        self._was_changed = False
         self._aliases: list[TensorWeakRef] = []
         self._follows_writes = False
         self._others = _watches.setdefault(id(parameter), WeakSet())
@@ -100,9 +101,20 @@ class DataWatch:
         self._follows_writes = True
         _touched.add(self)
 
-    def forget_writes(self, unless: bool) -> None:
-        """End :meth:`follow_writes`, unless there was a write since the last step."""
-        self._follows_writes &= unless
+    def note_writes(self, raised: bool, changed: bool) -> None:
+        """Note whether there was a write since the last step; if not, end :meth:`follow_writes`.
+
+        Args:
+            raised: whether the version was raised.
+            changed: whether numbers have changed.
+        """
+        self._follows_writes &= raised
+        self._was_changed = changed
+
+    @property
+    def expects_writes(self) -> bool:
+        """Whether the weight was last written between steps, and probably will be again."""
+        return self._follows_writes or self._was_changed
 
     def knows(self, version: int) -> bool:
         """Whether the bytes were saved while the parameter had this version, left by a step."""
@@ -168,7 +180,7 @@ def drop_remainders(
         watch = snapshot.data
         version, changed = version_of(parameter), watch.changed()
         raised = version != snapshot.version
-        watch.forget_writes(unless=raised)
+        watch.note_writes(raised, changed is not None)
         if watch.knows(snapshot.version):
             snapshot.version = version
         if changed is None:

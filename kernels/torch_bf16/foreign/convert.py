@@ -14,6 +14,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import WRAPPERS, register, shard_of
@@ -163,6 +164,7 @@ def _become(
         optimizer.state[parameter] = state
         if not state:
             del optimizer.state[parameter]
+    pass_on(attributes, optimizer.state)  # pyright: ignore[reportArgumentType]
     # torch patches profiling and step hooks into a class when its first instance is made.
     converted._patch_step_function()
     if conversion.scheduled:

@@ -29,7 +29,7 @@ from torch_bf16.sharding import Shard, shard_of
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
-from . import exact_weights
+from . import exact_weights, shared_states
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, states_without_remainders
@@ -105,6 +105,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self.observers = []
         self._engine = self._engine_class()
         check_recipe(self)
+        shared_states.follow_sharers()
         accumulate_as(self.recipe, self)
         release_as(release, self)
 
@@ -270,8 +271,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Skip the next step if ``found_inf`` is not 0 by then.
 
         Weights, states and step counts then keep their bits; :attr:`skipped_steps` grows by one.
-        With the Triton backend the device decides, and the host does not wait for it. ``zero_grad``
-        and ``step`` cancel the request.
+        With Triton the device decides, without the host. ``zero_grad`` and ``step`` cancel this.
 
         Args:
             found_inf: tensor with one element.

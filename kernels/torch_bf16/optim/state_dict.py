@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_bf16.engine.data_writes import REMAINDERS
+from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
 from torch_bf16.engine.states import set_seen
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
@@ -66,7 +67,9 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
     engine = optimizer._engine
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
-    complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
+    watches = [each.data for each in engine.snapshots.values() if each.data is not None]
+    written = any(each.expects_writes for each in watches)
+    complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm, written)
     return complete
 
 
@@ -145,6 +148,8 @@ def load(
         set_seen(optimizer.state, was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
+        if (header or {}).get(schema.WRITTEN):
+            _watch(optimizer, loaded)
         optimizer.recipe = recipe
         if changes.counts:
             _logger.log(
@@ -179,6 +184,17 @@ def load(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _watch(optimizer: BF16Optimizer, states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Look for writes from now on: a program that writes weights before each step goes on so."""
+    for parameter, state in states.items():
+        snapshot = Snapshot.of(shard := shard_of(parameter))
+        if (watch := DataWatch.of(shard, state)) is not None:
+            watch.follow_writes()
+            watch.note_step()
+            snapshot.data = watch
+            optimizer._engine.snapshots[parameter] = snapshot
 
 
 def _as_placed(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch_bf16.recipe import Recipe
 __all__ = [
     "HEADER",
     "NARROW",
+    "WRITTEN",
     "check_header",
     "check_hyperparameters",
     "check_names",
@@ -27,6 +28,7 @@ __all__ = [
 
 HEADER = "torch_bf16"
 NARROW = "narrow"
+WRITTEN = "written"
 SCHEMA = 1
 
 # Options that older versions of torch do not save, or that no step of ours reads.
@@ -38,7 +40,10 @@ _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 
 
 def header(
-    recipe: Recipe, names: list[list[str | None]], last_norm: float | None = None
+    recipe: Recipe,
+    names: list[list[str | None]],
+    last_norm: float | None = None,
+    written: bool = False,
 ) -> dict[str, Any]:
     """The entry that says how a state dict is to be read.
 
@@ -46,10 +51,15 @@ def header(
         recipe: the optimizer's recipe.
         names: names of the parameters of each group, None where unknown.
         last_norm: the norm by which the next step of released gradients is clipped, if any.
+        written: whether something else wrote weights with a remainder before the last step.
     """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
-    entry = {"schema": SCHEMA, "recipe": fields, "names": names}
-    return entry if last_norm is None else {**entry, "last_norm": last_norm}
+    entry: dict[str, Any] = {"schema": SCHEMA, "recipe": fields, "names": names}
+    if last_norm is not None:
+        entry["last_norm"] = last_norm
+    if written:
+        entry[WRITTEN] = True
+    return entry
 
 
 def check_whole(state_dict: Any) -> None:

@@ -1,0 +1,88 @@
+"""Optimizers of other libraries that share the states of the one that they wrap, as some SAMs do.
+
+``self.state = self.base_optimizer.state`` makes torch's own methods save and load the states of the
+wrapped optimizer. If that is ours, they would save bits as numbers, and round fp32 moments to the
+dtype of bf16 weights as they load them. So these methods of a wrapper use those of what it wraps.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from typing import Any
+
+import torch
+
+from torch_bf16.engine.states import States
+from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.states.schema import HEADER
+from torch_bf16.torch_patches import is_enabled
+
+__all__ = ["follow_sharers", "pass_on", "restore"]
+
+_Optimizer: Any = torch.optim.Optimizer
+_original_save: Any = _Optimizer.state_dict
+_original_load: Any = _Optimizer.load_state_dict
+
+
+def follow_sharers() -> None:
+    """Let optimizers that share our states save and load them as we do, until :func:`restore`."""
+    if _Optimizer.state_dict is _original_save and is_enabled("optimizer_state_dict"):
+        _Optimizer.state_dict = functools.wraps(_original_save)(_state_dict)
+        _Optimizer.load_state_dict = functools.wraps(_original_load)(_load_state_dict)
+
+
+def restore() -> None:
+    """Restore the methods of ``torch.optim.Optimizer``, until the next optimizer of ours."""
+    _Optimizer.state_dict, _Optimizer.load_state_dict = _original_save, _original_load
+
+
+def pass_on(attributes: dict[str, Any], states: States) -> None:
+    """Give the states of a converted optimizer to others that have shared those that it had.
+
+    Args:
+        attributes: what the optimizer had before; loses its entry ``"state"``.
+        states: those that it has now.
+    """
+    before, unshared = attributes.pop("state", None), {}
+    # A search among all objects takes a while, so only if something else holds them.
+    if before is None or sys.getrefcount(before) <= sys.getrefcount(unshared):
+        return
+    for each in gc.get_objects():
+        if issubclass(type(each), _Optimizer):
+            for name in [name for name, value in vars(each).items() if value is before]:
+                setattr(each, name, states)
+
+
+def _owner(sharer: Any) -> Any | None:
+    """Our optimizer whose states, of the same parameters, another optimizer shares."""
+    states = getattr(sharer, "state", None)
+    # The wrappers of Lightning and Fabric are subclasses of what they wrap.
+    if not isinstance(states, States) or hasattr(sharer, "_engine"):
+        return None
+    same = [each for each in held_optimizers(sharer) if each.state is states]
+    return same[0] if same and _parameters(same[0]) == _parameters(sharer) else None
+
+
+def _parameters(optimizer: Any) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in optimizer.param_groups]
+
+
+def _state_dict(self: Any) -> dict[str, Any]:
+    state_dict, owner = _original_save(self), _owner(self)
+    if owner is None:
+        return state_dict
+    saved = owner.state_dict()
+    return {**state_dict, "state": saved["state"], HEADER: saved[HEADER]}
+
+
+def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    owner = _owner(self)
+    if owner is None:
+        return _original_load(self, state_dict)
+    owner.load_state_dict(state_dict)
+    _original_load(self, {**state_dict, "state": {}})
+    # As the two shared them before.
+    self.state, self.param_groups = owner.state, owner.param_groups
+    return None
