@@ -50,7 +50,7 @@ class Returning(SAM):
     @torch.no_grad()
     def step(self, closure):
         every = [p for group in self.param_groups for p in group["params"]]
-        moves = [(p.grad / p.grad.norm() * 0.05).to(p.dtype) for p in every]
+        moves = [(p.grad / p.grad.norm() * 0.005).to(p.dtype) for p in every]
         torch._foreach_add_(every, moves)
         with torch.enable_grad():
             closure()

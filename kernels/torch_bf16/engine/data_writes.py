@@ -4,21 +4,22 @@ The remainder of an exact master is valid only beside the very number that the l
 torch counts writes to a parameter, but not writes to the tensor that ``p.data`` returns. So the
 first time after a step that ``.data`` of a weight with a remainder is read or assigned, the lower
 byte of each number of the weight is saved. The next step drops the remainders of the numbers whose
-lower byte differs, or all of them if most differ. If nobody reads ``.data``, this costs nothing.
+lower byte differs, or all of them if most differ that are not zero. If nobody reads ``.data``, this
+costs nothing.
 
 The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
 ``p.data.clone()``, moves the weight, and restores it. ``p.copy_()`` saves them, too: an evaluation
 may copy an average into the model, also by ``load_state_dict``, and then the trained weights back.
 If a weight is written in another way before any bytes are saved, they are saved after each step
-from then on, until there is a step before which nobody has written the weight: a program may clamp
-a weight after each step.
+from then on, until nobody has written the weight for some steps: a program may clamp a weight after
+each step, and LookSAM and Lookahead write it at every fifth or tenth.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -28,7 +29,15 @@ from torch.utils.weak import TensorWeakRef
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 from torch_bf16.torch_patches import is_enabled
 
-__all__ = ["REMAINDERS", "DataWatch", "drop_remainders", "note_step", "restore", "touched"]
+__all__ = [
+    "REMAINDERS",
+    "DataWatch",
+    "Written",
+    "drop_remainders",
+    "note_step",
+    "restore",
+    "touched",
+]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits are meaningless once the weight is written."""
@@ -40,6 +49,23 @@ _intercepted: set[type] = set()
 # tensors that have weak references.
 _watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
 _touched: WeakSet[DataWatch] = WeakSet()
+
+# Steps without a write after which a weight is no longer followed.
+_IDLE = 32
+# Writes that change more than this part of the numbers are no clamp, and no SAM that rounds.
+_FEW = 1 / 16
+
+
+class Written(NamedTuple):
+    """How many parameters something else has written since the last step, and how.
+
+    Attributes:
+        through_data: to which numbers were written through ``.data``, without raising the version.
+        in_place: to which others were written, if these are a good part of what was written so.
+    """
+
+    through_data: int
+    in_place: int
 
 
 class DataWatch:
@@ -57,7 +83,7 @@ class DataWatch:
         self.version = -1
         self._was_changed = False
         self._aliases: list[TensorWeakRef] = []
-        self._follows_writes = False
+        self._followed = 0
         self._others = _watches.setdefault(id(parameter), WeakSet())
         self._others.add(self)
 
@@ -97,24 +123,25 @@ class DataWatch:
             self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Save the lower bytes after each step, until nobody writes the weight between steps."""
-        self._follows_writes = True
+        """Save the lower bytes after each step, until nobody has written the weight for some."""
+        self._followed = _IDLE
         _touched.add(self)
 
     def note_writes(self, raised: bool, changed: bool) -> None:
-        """Note whether there was a write since the last step; if not, end :meth:`follow_writes`.
+        """Note whether there was a write since the last step, for :meth:`follow_writes`.
 
         Args:
             raised: whether the version was raised.
             changed: whether numbers have changed.
         """
-        self._follows_writes &= raised
+        if self._followed:
+            self._followed = _IDLE if raised else self._followed - 1
         self._was_changed = changed
 
     @property
     def expects_writes(self) -> bool:
         """Whether the weight was last written between steps, and probably will be again."""
-        return self._follows_writes or self._was_changed
+        return self._followed > 0 or self._was_changed
 
     def knows(self, version: int) -> bool:
         """Whether the bytes were saved while the parameter had this version, left by a step."""
@@ -131,13 +158,16 @@ class DataWatch:
         # Not on a GPU, because the host would have to wait for it.
         if changed.is_cpu and not changed.any():
             return None
-        # Unrelated numbers have the same lower byte once in 256.
-        return changed | (2 * changed.count_nonzero() > changed.numel())
+        # A mask makes most numbers zero, and leaves the others as they are. Of unrelated numbers
+        # one in 256 has the same lower byte, so if most others changed, all did.
+        others = local(self._parameter) != 0
+        most = 2 * (changed & others).count_nonzero() > others.count_nonzero()
+        return changed | ~others | most
 
     def note_step(self) -> None:
         """Drop the bytes; save new ones at once if an alias lives, which can write unnoticed."""
         self._aliases, self._bytes = self._live_aliases(), None
-        if self._aliases or self._follows_writes:
+        if self._aliases or self._followed:
             self._note()
         else:
             _touched.discard(self)
@@ -158,7 +188,7 @@ def drop_remainders(
     states: dict[Tensor, Any],
     snapshots: Mapping[Tensor, Any],
     count: bool,
-) -> int:
+) -> Written:
     """Drop the remainders of numbers that are known to have been written since the last step.
 
     Args:
@@ -169,10 +199,10 @@ def drop_remainders(
         count: whether to wait for the device and count parameters.
 
     Returns:
-        The number of parameters to which non-zero numbers were written through ``.data``, without
-        raising the version; 0 unless ``count``.
+        How many were written; zeros unless ``count``. Numbers that are zero now do not count: they
+        come from pruning masks, which need no warning.
     """
-    found = []
+    through_data, in_place, size = [], [], 0
     for parameter in parameters if _touched else ():
         snapshot = snapshots.get(parameter)
         if snapshot is None or snapshot.data not in _touched:
@@ -183,16 +213,18 @@ def drop_remainders(
         watch.note_writes(raised, changed is not None)
         if watch.knows(snapshot.version):
             snapshot.version = version
+        size += parameter.numel() if raised else 0
         if changed is None:
             continue
-        if not raised:
-            # Zeros come from pruning masks, which need no warning.
-            found.append(changed & (local(parameter) != 0))
+        if count:
+            number = (changed & (local(parameter) != 0)).count_nonzero()
+            (in_place if raised else through_data).append(number)
         state = dict.get(states, parameter, {})
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    return sum(bool(each.any()) for each in found) if count else 0
+    moved = [number for number in map(int, in_place) if number]
+    return Written(sum(map(bool, through_data)), len(moved) if sum(moved) > _FEW * size else 0)
 
 
 def touched(watches: Iterable[DataWatch | None]) -> bool:

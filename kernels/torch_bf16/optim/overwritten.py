@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["drop_remainders", "states_without_remainders", "without_remainders"]
 
+# Weights that are loaded, or made anew, are written once in a while; a Lookahead goes on, and so
+# many writes within so many steps are named.
+_BLENDS, _WINDOW = 4, 64
+
 
 class _Written(Protocol):
     @property
@@ -154,6 +158,7 @@ def _warn_of_second_master(optimizer: BF16Optimizer, members: Sequence[_Written]
 
 def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine = optimizer._engine
+    engine.updates += 1
     if not data_writes.touched(engine.watches(parameters)):
         return
     if cuda_graphs.capturing(each.device for each in parameters):
@@ -167,15 +172,24 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     remainders.forget_written(shards)
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
-    warned = engine.warned_of_data_writes
-    if found := data_writes.drop_remainders(
-        parameters, optimizer.state, engine.snapshots, count=not warned
-    ):
-        engine.warned_of_data_writes = True
+    written = data_writes.drop_remainders(
+        parameters, optimizer.state, engine.snapshots, count=not engine.warned_of_data_writes
+    )
+    if written.in_place and not engine.warned_of_second_master:
+        recent = [each for each in engine.blends if each > engine.updates - _WINDOW]
+        engine.blends = [*recent, engine.updates]
+    if written.through_data or len(engine.blends) >= _BLENDS:
+        engine.warned_of_data_writes, engine.blends = True, []
+        how = (
+            f"{written.through_data} bf16 weights were written through p.data since the last step"
+            if written.through_data
+            else f"{written.in_place} bf16 weights were written in place before this step, and "
+            "before earlier ones"
+        )
         warnings.warn(
-            f"{found} bf16 weights were written through p.data since the last step: where their "
-            "numbers changed, training continues from the bf16 numbers, not from an fp32 master. "
-            "To average or blend weights, compute with fp32 ones: with torch_bf16.exact_weights("
-            "model, optimizer) as weights: ... (this warning appears only once)",
+            f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
+            "from an fp32 master. To average or blend weights, compute with fp32 ones: with "
+            "torch_bf16.exact_weights(model, optimizer) as weights: ... (this warning appears only "
+            "once)",
             stacklevel=5,
         )

@@ -1,0 +1,84 @@
+"""Weights that a program writes in place at every fifth or tenth step, as wrappers do."""
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bf16
+
+SIZE = (64, 33)
+
+
+def make():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(SIZE).bfloat16())
+    optimizer = torch_bf16.AdamW([p], lr=1e-3, recipe="bf16-fp32-master")
+    take_step(p, optimizer)
+    return p, optimizer
+
+
+def take_step(p, optimizer):
+    p.grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    optimizer.step()
+
+
+def test_a_lookahead_in_bf16_is_named_once():
+    p, optimizer = make()
+    slow = p.detach().clone()
+    match = "in place before this step, and before earlier ones: .*exact_weights"
+    with pytest.warns(UserWarning, match=match) as caught:
+        for step in range(64):
+            take_step(p, optimizer)
+            if step % 5 == 0:
+                with torch.no_grad():
+                    slow.copy_(p.lerp_(slow, 0.5))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("write", ["load", "clamp", "prune"])
+def test_what_is_written_now_and_then_or_in_few_numbers_or_with_zeros_is_not_named(write):
+    p, optimizer = make()
+    for step in range(128):
+        with torch.no_grad():
+            if write == "load" and step % 32 == 0:
+                p.copy_(torch.randn(SIZE))
+            elif write == "clamp":
+                p[0].mul_(0.9)
+            elif write == "prune":
+                p[10:].mul_(0)
+        take_step(p, optimizer)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_numbers_that_a_mask_leaves_keep_their_low_bits_however_few_they_are(by_data):
+    p, optimizer = make()
+    mask = torch.zeros(SIZE, dtype=torch.bfloat16)
+    mask[::8] = 1
+    for _ in range(3):
+        with torch.no_grad():
+            (p.data if by_data else p).mul_(mask)
+        take_step(p, optimizer)
+    kept = optimizer.exact_weight(p)
+    with torch.no_grad():
+        (p.data if by_data else p).mul_(mask)
+    optimizer.param_groups[0]["lr"] = 0.0
+    take_step(p, optimizer)
+    assert torch.equal(optimizer.exact_weight(p), kept * mask)
+    assert not torch.equal(optimizer.exact_weight(p), p.detach().float())
+
+
+def test_weights_that_are_moved_and_put_back_at_every_tenth_step_keep_all_low_bits():
+    p, optimizer = make()
+    with torch.no_grad():
+        p.add_(0)
+    take_step(p, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    kept = optimizer.exact_weight(p)
+    for _ in range(3):
+        for _ in range(9):
+            take_step(p, optimizer)
+            assert torch.equal(optimizer.exact_weight(p), kept)
+        before = p.detach().clone()
+        with torch.no_grad():
+            p.add_(0.5)
+            p.copy_(before)
