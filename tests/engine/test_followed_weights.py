@@ -22,16 +22,19 @@ def take_step(p, optimizer):
     optimizer.step()
 
 
-def test_a_lookahead_in_bf16_is_named_once():
-    p, optimizer = make()
+def look_ahead(p, optimizer, steps):
     slow = p.detach().clone()
+    for step in range(steps):
+        take_step(p, optimizer)
+        if step % 5 == 0:
+            with torch.no_grad():
+                slow.copy_(p.lerp_(slow, 0.5))
+
+
+def test_a_lookahead_in_bf16_is_named_once():
     match = "in place before this step, and before earlier ones: .*exact_weights"
     with pytest.warns(UserWarning, match=match) as caught:
-        for step in range(64):
-            take_step(p, optimizer)
-            if step % 5 == 0:
-                with torch.no_grad():
-                    slow.copy_(p.lerp_(slow, 0.5))
+        look_ahead(*make(), steps=64)
     assert len(caught) == 1
 
 
