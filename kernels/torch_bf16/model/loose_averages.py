@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +55,37 @@ def loose_averages(
         for tensor, number in zip(compared, _closest(compared, weights), strict=True):
             if number is not None:
                 closest = weights[number]
-                references = weakref.ref(tensor), weakref.ref(closest)
-                yield WatchedWeight.of(tensor, names[id(closest)], "loose", *references)
+                get = _getter(tensor, {id(tensors), id(some), id(compared)})
+                yield WatchedWeight.of(
+                    tensor, names[id(closest)], "loose", get, weakref.ref(closest)
+                )
+
+
+def _getter(tensor: Tensor, excluded: Collection[int]) -> Callable[[], Tensor | None]:
+    """Returns what is in a tensor's place in a list or a dict, or else the tensor while it lives.
+
+    ``average[name] = 0.99 * average[name] + 0.01 * weight`` makes a new tensor each time.
+
+    Args:
+        tensor: the tensor.
+        excluded: ids of lists that hold it for other reasons.
+    """
+    for holder in gc.get_referrers(tensor):
+        if id(holder) in excluded or not issubclass(type(holder), (list, dict)):
+            continue
+        items = enumerate(holder) if issubclass(type(holder), list) else holder.items()
+        for key, each in items:
+            if each is tensor:
+                return functools.partial(_held, holder, key)
+    return weakref.ref(tensor)
+
+
+def _held(holder: Any, key: Any) -> Tensor | None:
+    try:
+        held = holder[key]
+    except LookupError:
+        return None
+    return held if type(held) is Tensor else None
 
 
 def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:
