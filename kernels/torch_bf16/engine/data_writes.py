@@ -188,6 +188,7 @@ def drop_remainders(
     states: dict[Tensor, Any],
     snapshots: Mapping[Tensor, Any],
     count: bool,
+    count_in_place: bool,
 ) -> Written:
     """Drop the remainders of numbers that are known to have been written since the last step.
 
@@ -196,11 +197,13 @@ def drop_remainders(
         states: the optimizer's states; written in place.
         snapshots: the parameters' snapshots. If it is known which numbers were written, the
             snapshot's ``version`` is set to the current one.
-        count: whether to wait for the device and count parameters.
+        count: whether to count those written through ``.data``, for which the host waits for the
+            device.
+        count_in_place: the same for others.
 
     Returns:
-        How many were written; zeros unless ``count``. Numbers that are zero now do not count: they
-        come from pruning masks, which need no warning.
+        How many were written; zeros where they are not counted. Numbers that are zero now do not
+        count: they come from pruning masks, which need no warning.
     """
     through_data, in_place, size = [], [], 0
     for parameter in parameters if _touched else ():
@@ -216,15 +219,21 @@ def drop_remainders(
         size += parameter.numel() if raised else 0
         if changed is None:
             continue
-        if count:
+        if count_in_place if raised else count:
             number = (changed & (local(parameter) != 0)).count_nonzero()
             (in_place if raised else through_data).append(number)
         state = dict.get(states, parameter, {})
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    moved = [number for number in map(int, in_place) if number]
-    return Written(sum(map(bool, through_data)), len(moved) if sum(moved) > _FEW * size else 0)
+    moved = [number for number in _numbers(in_place) if number]
+    written = len([number for number in _numbers(through_data) if number])
+    return Written(written, len(moved) if sum(moved) > _FEW * size else 0)
+
+
+def _numbers(counts: list[Tensor]) -> list[int]:
+    """The counts on the host, which waits once."""
+    return torch.stack([each.to(counts[0].device) for each in counts]).tolist() if counts else []
 
 
 def touched(watches: Iterable[DataWatch | None]) -> bool:

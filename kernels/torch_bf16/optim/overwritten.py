@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["drop_remainders", "states_without_remainders", "without_remainders"]
 
 # Weights that are loaded, or made anew, are written once in a while; a Lookahead goes on, and so
-# many writes within so many steps are named.
-_BLENDS, _WINDOW = 4, 64
+# many writes within so many steps are named. It shows early, and to look takes a wait for the GPU.
+_BLENDS, _WINDOW, _LOOKS = 4, 64, 256
 
 
 class _Written(Protocol):
@@ -172,8 +172,13 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     remainders.forget_written(shards)
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
+    counts = not engine.warned_of_data_writes
     written = data_writes.drop_remainders(
-        parameters, optimizer.state, engine.snapshots, count=not engine.warned_of_data_writes
+        parameters,
+        optimizer.state,
+        engine.snapshots,
+        count=counts,
+        count_in_place=counts and engine.updates <= _LOOKS,
     )
     if written.in_place and not engine.warned_of_second_master:
         recent = [each for each in engine.blends if each > engine.updates - _WINDOW]
