@@ -52,6 +52,28 @@ def test_a_model_that_was_only_cast_is_watched():
     assert len(caught) == 1
 
 
+def test_lbfgs_is_told_what_works(cast):
+    """``prepare`` refuses it, so that the general advice would lead nowhere."""
+    optimizer = torch_bf16.AdamW(cast.parameters(), lr=0.1)
+    step(optimizer)
+    second = torch.optim.LBFGS(cast.parameters(), max_iter=1)
+    with pytest.warns(UserWarning, match="LBFGS .* cannot be converted: .*fp32_state_dict"):
+        second.step(lambda: closure(cast))
+    exact = torch_bf16.fp32_state_dict(cast, optimizer)
+    cast.float().load_state_dict(exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = closure(cast)
+        torch.optim.LBFGS(cast.parameters()).step(lambda: closure(cast))
+    assert closure(cast) < before
+
+
+def closure(model):
+    model.zero_grad()
+    (loss := model(torch.ones(2, 3, dtype=model.weight.dtype)).square().mean()).backward()
+    return loss
+
+
 def test_an_optimizer_of_a_part_is_named_once_beside_the_model_around_it():
     part = torch_bf16.cast_model(torch.nn.Linear(3, 3))
     whole = torch.nn.Sequential(part, torch.nn.Linear(3, 3))
