@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from small_model import Counter
@@ -58,6 +60,30 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def test_a_script_may_load_before_prepare(make_accelerator, mode, model, batches):
+    def prepared(saved=None):
+        accelerator = make_accelerator(mode)
+        fresh = type(model)()
+        optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+        if saved is not None:
+            fresh.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        return accelerator, *accelerator.prepare(fresh, optimizer, scheduler)
+
+    run = prepared()
+    train(*run, batches[:12])
+    saved = copy.deepcopy([each.state_dict() for each in run[1:3]])
+    again = prepared(saved)
+    for each in (run, again):
+        torch.manual_seed(1)
+        train(*each, batches[12:20])
+    expected, found = everything(*run[1:3]), everything(*again[1:3])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 

@@ -13,13 +13,14 @@ from torch import nn
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.model.remainders import find_remainder
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding import WRAPPERS, register, shard_of
+from torch_bf16.sharding import WRAPPERS, Shard, register, shard_of
 from torch_bf16.sharding.zero import ZeroNames
-from torch_bf16.states.recoding import Changes
+from torch_bf16.states.recoding import Changes, restored_remainders
 
 from .capabilities import Traits
 from .conversion import CONVERTIBLE, Conversion, check_conversion, check_roles
@@ -197,8 +198,26 @@ def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
             elif state:
                 label = functools.partial(optimizer.label, number, position)
                 shard = shard_of(parameter)
+                restored = restored_remainders(state)
+                if restored and _holds_bf16(shard):
+                    state = {**state, **restored}
+                    if parameter.dtype == torch.float32:  # Accelerate casts the model afterwards
+                        taken[parameter] = state
+                        continue
                 taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
     return taken
+
+
+def _holds_bf16(shard: Shard) -> bool:
+    """Whether fp32 weights were loaded from bf16 ones, and no step in fp32 has moved them since."""
+    weight = shard.memory.detach()
+    if weight.dtype == torch.float32:
+        return torch.equal(weight.bfloat16().float(), weight)
+    cast_off = find_remainder(shard)
+    if cast_off is None:
+        return False
+    exact = weight.float() if cast_off.bits.is_floating_point() else torch.zeros_like(cast_off.bits)
+    return torch.equal(cast_off.bits, exact.to(cast_off.bits.device))
 
 
 def _names(optimizer: Any, model: nn.Module) -> dict[tuple[int, int], str]:

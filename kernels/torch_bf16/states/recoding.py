@@ -15,7 +15,14 @@ from torch import Tensor
 
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, FP32, ROLES, Format
 
-__all__ = ["Changes", "recode", "recode_weight", "stored_format", "without_stale_remainders"]
+__all__ = [
+    "Changes",
+    "recode",
+    "recode_weight",
+    "restored_remainders",
+    "stored_format",
+    "without_stale_remainders",
+]
 
 
 @dataclass
@@ -97,6 +104,30 @@ def without_stale_remainders(
             kept.pop(plane.suffix, None)
             changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
     return kept
+
+
+def restored_remainders(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Planes of a weight in a state that ``torch.optim`` cast to fp32 as it loaded a dict of ours.
+
+    From int8 and from bf16, as which state dicts show 16 bits, that cast loses no bit.
+
+    Args:
+        state: the state of one parameter.
+    """
+    restored = {}
+    for plane in (each for format_ in ROLES["weights"].values() for each in format_.planes[1:]):
+        value = state.get(plane.suffix)
+        if type(value) is not Tensor or value.dtype != torch.float32:
+            continue
+        if plane.dtype == torch.int16:
+            bits = value.contiguous().view(torch.int32)
+            number, fits = (bits >> 16).to(torch.int16), not (bits & 0xFFFF).any()
+        else:
+            number = value.to(plane.dtype)
+            fits = torch.equal(number.float(), value)
+        if fits:
+            restored[plane.suffix] = number
+    return restored
 
 
 def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
