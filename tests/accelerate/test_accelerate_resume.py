@@ -74,14 +74,14 @@ def test_a_script_may_load_before_prepare(make_accelerator, mode, model, batches
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         return accelerator, *accelerator.prepare(fresh, optimizer, scheduler)
 
-    run = prepared()
-    train(*run, batches[:12])
-    saved = copy.deepcopy([each.state_dict() for each in run[1:3]])
-    again = prepared(saved)
-    for each in (run, again):
+    accelerator, *objects = prepared()
+    train(accelerator, *objects, batches[:12])
+    saved = copy.deepcopy([each.state_dict() for each in objects[:2]])
+    _, *again = prepared(saved)
+    for each in (objects, again):
         torch.manual_seed(1)
-        train(*each, batches[12:20])
-    expected, found = everything(*run[1:3]), everything(*again[1:3])
+        train(accelerator, *each, batches[12:20])
+    expected, found = everything(*objects[:2]), everything(*again[:2])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

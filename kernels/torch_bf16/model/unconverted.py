@@ -21,10 +21,10 @@ FOR_OTHERS = "_bf16_for_others"
 """Marks hooks on all optimizers that do nothing at steps of our optimizers."""
 
 _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
-_LBFGS = (
-    "cannot be converted",
-    "Take the fp32 weights before its first step: exact = torch_bf16.fp32_state_dict(model, "
-    "optimizer) with the optimizer that trained so far, then model.float().load_state_dict(exact)",
+_OF_LBFGS = (
+    "It cannot be. Take the fp32 weights before its first step: exact = torch_bf16.fp32_state_dict("
+    "model, optimizer), with the optimizer that has trained so far, and then "
+    "model.float().load_state_dict(exact)"
 )
 # A part may be watched, and the model around it.
 _named: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -66,12 +66,11 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
         if any(p in cast for group in optimizer.param_groups for p in group["params"]):
             _named.add(optimizer)
-            # What an advice names would refuse it.
-            refused = isinstance(optimizer, torch.optim.LBFGS)
-            how, instead = _LBFGS if refused else ("was not converted", advice)
+            # What the advice names would refuse it.
+            instead = _OF_LBFGS if isinstance(optimizer, torch.optim.LBFGS) else advice
             warnings.warn(
                 f"{type(optimizer).__name__} steps over bfloat16 weights of "
-                f"{type(live).__name__} and {how}: it rounds every update to nearest, "
+                f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
                 f"and small ones are lost. {instead}",
                 stacklevel=_level_of_program(),
             )
