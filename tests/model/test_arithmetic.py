@@ -211,3 +211,28 @@ def test_fast_products_are_not_mentioned(ratio):
 
 def test_products_are_timed():
     assert 0.05 < slow_products.bf16_product_ratio.__wrapped__() < 200
+
+
+@pytest.mark.parametrize(
+    "normalize", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.weight_norm]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_weight_normalisation_is_computed_in_fp32(normalize):
+    """It was computed in bf16, which rounded the weight once more, and the gradient of ``v``."""
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(normalize(torch.nn.Linear(8, 64)))
+
+    recipe = torch_bf16.get_recipe("bf16-stochastic", compute="fp32")
+    model, reference = torch_bf16.cast_model(make(), recipe), make()
+    with torch.no_grad():
+        for mine, exact in zip(model.parameters(), reference.parameters(), strict=True):
+            exact.copy_(mine)
+    x = torch.randn(4, 8)
+    y, expected = model(x), reference(x)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, exact in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, exact.grad.bfloat16())

@@ -36,7 +36,7 @@ __all__ = [
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PROMOTING = (
     *("bilinear", "mv", "addmv", "dot", "vdot", "inner", "tensordot", "cross", "linalg_cross"),
-    *("lerp", "embedding_bag", "linalg_multi_dot", "chain_matmul"),
+    *("lerp", "embedding_bag", "linalg_multi_dot", "chain_matmul", "_weight_norm"),
     *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
     *("scatter", "scatter_add", "scatter_reduce"),
     # Autocast narrows the dense matrix alone, and the backward pass then refuses the two dtypes.
