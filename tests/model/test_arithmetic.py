@@ -235,4 +235,6 @@ def test_weight_normalisation_is_computed_in_fp32(normalize):
     y.square().sum().backward()
     expected.square().sum().backward()
     for mine, exact in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert exact.grad is not None
         assert torch.equal(mine.grad, exact.grad.bfloat16())
