@@ -63,11 +63,11 @@ PATCHES: dict[str, TorchPatch] = {
         "(the matrix exponential on CPUs) return what that gives",
         "torch_bf16.model.autocast",
     ),
-    "autocast_embedding": TorchPatch(
-        "the same kernels of aten::embedding",
+    "autocast_to_fp32": TorchPatch(
+        "the same kernels of embeddings, norms, exponentials, sums and the like",
         "compute='fp32'",
-        "embeddings of bf16 weights give fp32 under autocast to fp32",
-        "embeddings, and sums of them, are bf16",
+        "what they compute from bf16 weights alone is fp32 under autocast to fp32",
+        "it is bf16, and so are sums of embeddings",
         "torch_bf16.model.autocast",
     ),
     "dispatch_mode_enter": TorchPatch(

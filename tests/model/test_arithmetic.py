@@ -85,6 +85,36 @@ def test_autocast_of_a_loop_does_not_turn_it_into_bf16():
     assert torch.equal(inside, net(IDS))
 
 
+OF_WEIGHTS = {
+    "exp": torch.exp,
+    "softplus": nn.functional.softplus,
+    "sigmoid": torch.sigmoid,
+    "mean": lambda w: w.mean(0),
+    "normalize": nn.functional.normalize,
+    "softmax": lambda w: w.softmax(-1),
+    "pow": lambda w: w**2,
+    "cosine": lambda w: nn.functional.cosine_similarity(w, w.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_what_is_computed_from_weights_alone_is_fp32_there_and_nowhere_else(name):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 8).bfloat16())
+    function, exact = OF_WEIGHTS[name], weight.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = function(weight)
+    with torch_bf16.arithmetic("cpu", "fp32"):
+        found, expected = function(weight), function(exact)
+    assert torch.equal(found, expected)
+    (ours,) = torch.autograd.grad(found.square().sum(), weight)
+    (theirs,) = torch.autograd.grad(expected.square().sum(), exact)
+    assert torch.allclose(ours.float(), theirs, rtol=0.01, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(function(weight), before)
+        assert before.dtype == torch.bfloat16
+
+
 def test_other_models_of_the_process_still_compute_in_bf16():
     before = torch_bf16.carry_autocast(torch_bf16.cast_model(Net()))
     expected = before(IDS)

@@ -47,7 +47,7 @@ def applied() -> set[str]:
             "optimizer_subclasses": "__subclasses__" in vars(torch.optim.Optimizer),
             "optimizer_state_dict": SAVE is not torch.optim.Optimizer.state_dict,
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
-            "autocast_embedding": has_kernel("aten::embedding", "AutocastCPU"),
+            "autocast_to_fp32": has_kernel("aten::embedding", "AutocastCPU"),
             "dispatch_mode_enter": hasattr(TorchDispatchMode.__enter__, "__wrapped__"),
             "autocast_init": hasattr(torch.autocast.__init__, "__wrapped__"),
             "autocast_exit": hasattr(torch.autocast.__exit__, "__wrapped__"),

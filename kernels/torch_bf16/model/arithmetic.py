@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_bf16.argument_checks import check_compute
 from torch_bf16.torch_patches import is_enabled
 
-from .autocast import widen_lookups
+from .autocast import widen_under_fp32
 from .mixed_dtypes import name_parts_in_errors
 
 __all__ = ["arithmetic", "is_called_by_checkpoint", "is_in_backward", "restore"]
@@ -100,7 +100,7 @@ class _ToFp32(torch.autocast):
         self.fast_dtype = torch.float32
         self._saving = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
         _let_checkpoints_enter()
-        widen_lookups()
+        widen_under_fp32()
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __enter__(self) -> Any:

@@ -30,7 +30,7 @@ __all__ = [
     "overloads",
     "restore",
     "widen",
-    "widen_lookups",
+    "widen_under_fp32",
 ]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
@@ -68,12 +68,21 @@ _FILLING = (
 # With bf16 arguments torch asks first whether oneDNN has a kernel for them.
 _CAST = ("lstm.input",)
 
+# What a model may compute from weights alone. Most of it is in fp32 under any autocast on CUDA.
+_OF_WEIGHTS = (
+    *("exp", "expm1", "log", "log10", "log2", "log1p", "pow", "rsqrt", "reciprocal", "softplus"),
+    *("sigmoid", "tanh", "mean"),
+    *("acos", "asin", "cosh", "sinh", "tan", "erfinv", "sum", "cumsum", "cumprod", "logsumexp"),
+    *("softmax.int", "log_softmax.int", "norm", "linalg_vector_norm", "linalg_matrix_norm"),
+    *("renorm", "dist", "cosine_similarity"),
+)
+
 _FLOATS = (torch.float32, torch.bfloat16)
 _FP32_MAX, _BF16_MAX = (torch.finfo(each).max for each in _FLOATS)
 
 # The registrations last as long as these objects.
 _library: Library | None = None
-_lookups: Library | None = None
+_under_fp32: Library | None = None
 
 
 def fill_gaps() -> None:
@@ -102,17 +111,22 @@ def fill_gaps() -> None:
                         _library.impl(operator, _kernel(operator, convert, key), key)
 
 
-def widen_lookups() -> None:
-    """Make embeddings return fp32 under autocast to fp32, and under autocast to bf16 as before.
+def widen_under_fp32() -> None:
+    """Let functions of weights alone return fp32 under autocast to fp32, and to bf16 as before.
 
-    For the whole process, until :func:`restore`. Otherwise sums of embeddings would be in bf16.
+    Such as embeddings, norms and exponentials: what follows from them would be in bf16. For the
+    whole process, until :func:`restore`.
     """
-    global _lookups
-    if _lookups is None and is_enabled("autocast_embedding"):
-        _lookups = Library("aten", "IMPL")
-        for key in GAPS:
-            operator = torch.ops.aten.embedding.default
-            _lookups.impl(operator, _kernel(operator, list, key, widen_result=True), key)
+    global _under_fp32
+    if _under_fp32 is not None or not is_enabled("autocast_to_fp32"):
+        return
+    _under_fp32 = Library("aten", "IMPL")
+    for key in GAPS:
+        operator = torch.ops.aten.embedding.default
+        _under_fp32.impl(operator, _kernel(operator, list, key, widen_result=True), key)
+        for operator in (each for name in _OF_WEIGHTS for each in overloads(name)):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+                _under_fp32.impl(operator, _kernel(operator, _leave, key), key)
 
 
 def computes_in_fp32(device_type: str) -> bool:
@@ -132,11 +146,11 @@ def restore() -> None:
         ...
         RuntimeError: mixed dtype (CPU): ...
     """
-    global _library, _lookups
-    for each in (_library, _lookups):
+    global _library, _under_fp32
+    for each in (_library, _under_fp32):
         if each is not None:
             each._destroy()
-    _library = _lookups = None
+    _library = _under_fp32 = None
 
 
 def widen(argument: Any) -> Any:
@@ -188,6 +202,10 @@ def _kernel(
         return widen(result) if fp32 and widen_result else result
 
     return call
+
+
+def _leave(arguments: Sequence[Any]) -> Sequence[Any]:
+    return arguments
 
 
 def _widen_all(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -257,7 +275,11 @@ def _is_fp32(argument: Any) -> bool:
 
 _Convert = Callable[[Sequence[Any]], Sequence[Any]]
 # Under autocast to fp32 no operation computes in bf16, whatever the dtypes of its tensors.
-_IN_FP32: dict[_Convert, _Convert] = {_promote: _widen_all, _promote_by_input: _widen_all}
+_IN_FP32: dict[_Convert, _Convert] = {
+    _promote: _widen_all,
+    _promote_by_input: _widen_all,
+    _leave: _widen_all,
+}
 _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
     _promote: _PROMOTING,
     _follow_target: _IN_PLACE,
