@@ -19,8 +19,15 @@ def test_replicas_that_train_wait_when_they_end(monkeypatch):
     registered = []
     end.settle_at_exit.cache_clear()
     monkeypatch.setattr(end.atexit, "register", registered.append)
-    for _ in range(2):
-        torch_bf16.sync_masters(torch.nn.Linear(1, 1))
+    torch_bf16.sync_masters(torch.nn.Linear(1, 1))
+    assert registered == []  # one process has nobody to wait for
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            torch_bf16.sync_masters(torch.nn.Linear(1, 1))
+    finally:
+        torch.distributed.destroy_process_group()
     assert registered == [end._settle]
     end.settle_at_exit.cache_clear()
 
