@@ -76,7 +76,7 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
 
 
 def _pair(plugin: Any, modules: Iterable[Module], optimizers: Iterable[Any]) -> list[Any]:
-    """Set up gradients and train modes of modules that have optimizers, and return those."""
+    """Set up gradients and train modes of modules that have optimizers; returns the optimizers."""
     paired: list[Any] = []
     for module in modules:
         own = [e for e in optimizers if not parameters_of(e).isdisjoint(module.parameters())]

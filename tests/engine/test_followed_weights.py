@@ -85,3 +85,14 @@ def test_weights_that_are_moved_and_put_back_at_every_tenth_step_keep_all_low_bi
         with torch.no_grad():
             p.add_(0.5)
             p.copy_(before)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_write_is_expected_again_for_one_step_alone(steps):
+    p, optimizer = make()
+    p.data.add_(0.5)
+    with pytest.warns(UserWarning, match="written through"):
+        take_step(p, optimizer)
+    for _ in range(steps - 1):
+        take_step(p, optimizer)
+    assert optimizer.state_dict()["torch_bf16"].get("written", False) == (steps == 1)

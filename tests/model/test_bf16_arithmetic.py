@@ -138,3 +138,14 @@ def test_an_error_names_the_part_in_which_two_dtypes_met_and_what_works():
     with pytest.raises(RuntimeError) as other:
         cast(Tied())(X)
     assert "compute" not in str(other.value)
+
+
+class Factored(nn.Linear):
+    def forward(self, x):
+        return x @ torch.linalg.qr(self.weight).Q
+
+
+def test_a_function_without_a_bf16_kernel_is_not_said_to_mix_dtypes():
+    with pytest.raises(RuntimeError) as caught:
+        cast(nn.Sequential(Factored(16, 16)))(X)
+    assert "two dtypes" not in str(caught.value)

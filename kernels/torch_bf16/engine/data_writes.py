@@ -3,9 +3,9 @@
 The remainder of an exact master is valid only beside the very number that the last step wrote.
 torch counts writes to a parameter, but not writes to the tensor that ``p.data`` returns. So the
 first time after a step that ``.data`` of a weight with a remainder is read or assigned, the lower
-byte of each number of the weight is saved. The next step drops the remainders of the numbers whose
-lower byte differs, or all of them if most differ that are not zero. If nobody reads ``.data``, this
-costs nothing.
+byte of each number of the weight is saved. The next step drops the remainders of the numbers that
+are zero by then or whose lower byte differs, or all of them if most of the others differ. If nobody
+reads ``.data``, this costs nothing.
 
 The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
 ``p.data.clone()``, moves the weight, and restores it. ``p.copy_()`` saves them, too: an evaluation
@@ -32,7 +32,7 @@ from torch_bf16.torch_patches import is_enabled
 __all__ = [
     "REMAINDERS",
     "DataWatch",
-    "Written",
+    "WriteCounts",
     "drop_remainders",
     "note_step",
     "restore",
@@ -56,12 +56,12 @@ _IDLE = 32
 _FEW = 1 / 16
 
 
-class Written(NamedTuple):
-    """How many parameters something else has written since the last step, and how.
+class WriteCounts(NamedTuple):
+    """How many parameters something else has written since the last step.
 
     Attributes:
-        through_data: to which numbers were written through ``.data``, without raising the version.
-        in_place: to which others were written, if these are a good part of what was written so.
+        through_data: parameters written through ``.data``, which does not raise the version.
+        in_place: parameters written otherwise; 0 if only few of their numbers changed.
     """
 
     through_data: int
@@ -123,7 +123,7 @@ class DataWatch:
             self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Save the lower bytes after each step, until nobody has written the weight for some."""
+        """Save the lower bytes after each step, until there was no write for ``_IDLE`` steps."""
         self._followed = _IDLE
         _touched.add(self)
 
@@ -140,7 +140,10 @@ class DataWatch:
 
     @property
     def expects_writes(self) -> bool:
-        """Whether the weight was last written between steps, and probably will be again."""
+        """Whether writes are followed, or there was one before the last step.
+
+        On a GPU perhaps only a read of ``.data``: the host does not wait to learn it.
+        """
         return self._followed > 0 or self._was_changed
 
     def knows(self, version: int) -> bool:
@@ -169,7 +172,7 @@ class DataWatch:
         self._aliases, self._bytes = self._live_aliases(), None
         if self._aliases or self._followed:
             self._note()
-        else:
+        elif not self._was_changed:  # the next step notes whether there was another write
             _touched.discard(self)
 
     def _note(self) -> None:
@@ -189,7 +192,7 @@ def drop_remainders(
     snapshots: Mapping[Tensor, Any],
     count: bool,
     count_in_place: bool,
-) -> Written:
+) -> WriteCounts:
     """Drop the remainders of numbers that are known to have been written since the last step.
 
     Args:
@@ -216,7 +219,7 @@ def drop_remainders(
         watch.note_writes(raised, changed is not None)
         if watch.knows(snapshot.version):
             snapshot.version = version
-        size += parameter.numel() if raised else 0
+        size += local(parameter).numel() if raised else 0
         if changed is None:
             continue
         if count_in_place if raised else count:
@@ -226,9 +229,10 @@ def drop_remainders(
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    moved = [number for number in _numbers(in_place) if number]
-    written = len([number for number in _numbers(through_data) if number])
-    return Written(written, len(moved) if sum(moved) > _FEW * size else 0)
+    counts = _numbers([*through_data, *in_place])
+    written, moved = counts[: len(through_data)], counts[len(through_data) :]
+    few = sum(moved) <= _FEW * size
+    return WriteCounts(sum(map(bool, written)), 0 if few else sum(map(bool, moved)))
 
 
 def _numbers(counts: list[Tensor]) -> list[int]:

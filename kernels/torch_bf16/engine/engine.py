@@ -87,8 +87,8 @@ class Engine:
             warning has said that they are not.
         host: name of a host that takes a step by several calls, each with some of the groups.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
-        updates: how many steps were begun.
-        blends: those of the latest before which something else moved many numbers in place.
+        updates: how many steps have begun.
+        blended_steps: the recent ones before which something else moved many numbers in place.
         warned_of_second_master: whether one has said what a second optimizer of a weight loses.
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.
@@ -105,7 +105,7 @@ class Engine:
         self.host: str | None = None
         self.warned_of_data_writes = self.warned_of_second_master = False
         self.updates = 0
-        self.blends: list[int] = []
+        self.blended_steps: list[int] = []
         self.model: Callable[[], nn.Module | None] = _no_model
         self.invalidate()
         _engines.add(self)

@@ -165,7 +165,7 @@ def _become(
         optimizer.state[parameter] = state
         if not state:
             del optimizer.state[parameter]
-    pass_on(attributes, optimizer.state)  # pyright: ignore[reportArgumentType]
+    pass_on(attributes, converted.state)
     # torch patches profiling and step hooks into a class when its first instance is made.
     converted._patch_step_function()
     if conversion.scheduled:

@@ -112,10 +112,10 @@ def fill_gaps() -> None:
 
 
 def widen_under_fp32() -> None:
-    """Let functions of weights alone return fp32 under autocast to fp32, and to bf16 as before.
+    """Let functions of weights alone return fp32 under autocast to fp32.
 
-    Such as embeddings, norms and exponentials: what follows from them would be in bf16. For the
-    whole process, until :func:`restore`.
+    Otherwise embeddings, norms and exponentials would be bf16, and so would what is computed from
+    them. Nothing changes under autocast to bf16. For the whole process, until :func:`restore`.
     """
     global _under_fp32
     if _under_fp32 is not None or not is_enabled("autocast_to_fp32"):
@@ -205,6 +205,7 @@ def _kernel(
 
 
 def _leave(arguments: Sequence[Any]) -> Sequence[Any]:
+    """The arguments as they are; under autocast to fp32 they are widened (:data:`_IN_FP32`)."""
     return arguments
 
 

@@ -77,12 +77,7 @@ def inside_step() -> Iterator[None]:
         _traced.inside_step = _calls.depth > 0
 
 
-def carry_autocast(
-    model: _M,
-    *,
-    compute: str | None = None,
-    **autocast: Any,
-) -> _M:
+def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) -> _M:
     """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
 
     Called where autocast is off, or is to fp16, as ``torch.autocast("cuda")`` is, ``forward``
@@ -94,16 +89,17 @@ def carry_autocast(
 
     Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
     tuples, lists, dicts, tensordicts and outputs of transformers and diffusers; and in dataclasses
-    and mutable mappings, unless they forbid copies or writes. Those of other objects, such as a
+    and mutable mappings, unless they forbid copies or writes. Tensors in other objects, such as a
     ``torch.distributions.Normal``, stay bf16.
 
     Args:
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
             settings.
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
-            instead, also those of each part that has bf16 weights of its own; see
-            :func:`torch_bf16.arithmetic`. None keeps what the model carries, such as the ``"fp32"``
-            of a recipe that it was cast by; without that, ``"autocast"``.
+            instead, also those of each part that has bf16 weights of its own (there not in
+            dataclasses or mutable mappings); see :func:`torch_bf16.arithmetic`. None keeps what the
+            model carries, such as the ``"fp32"`` of a recipe that it was cast by; without that,
+            ``"autocast"``.
         **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Returns:
@@ -232,8 +228,8 @@ class CarriedForward:
         if forward is None:
             # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
             forward, first = type(module).forward, (module,)
-        if self.compute == "bf16":
-            args, kwargs = map_arguments(functools.partial(_as_read_by, module), args, kwargs)
+        if self.compute == "bf16" and _computes_in_bf16(module):
+            args, kwargs = map_arguments(_to_bf16, args, kwargs)
         fp32 = self._whole and self.compute != "bf16"
         if compiling:
             device = _device(module)
@@ -356,9 +352,3 @@ def _remove_from(model: nn.Module) -> None:
 
 def _to_bf16(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-
-
-def _as_read_by(module: nn.Module, tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.bfloat16 or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.bfloat16) if _computes_in_bf16(module) else tensor

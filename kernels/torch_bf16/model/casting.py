@@ -147,8 +147,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
         _compute_in_fp32(each)
-        # In evaluation TransformerEncoderLayer hands the weights of its parts to a fused kernel,
-        # which takes one dtype, unless a part has a hook. Autocast, too, makes it call them.
+        # In evaluation, unless a part has a hook or autocast is on, TransformerEncoderLayer hands
+        # the weights of its parts to a fused kernel, which takes one dtype.
         if recipe.compute == "bf16" and not each._forward_pre_hooks:
             each.register_forward_pre_hook(_nothing)
     if recipe.compute != "autocast":
@@ -320,7 +320,7 @@ def _compute_in_fp32(module: nn.Module) -> None:
 
 
 def _nothing(module: nn.Module, args: Any) -> None:
-    """A hook that is there to be counted."""
+    """A hook that only has to exist."""
 
 
 def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args, **kwargs):

@@ -62,9 +62,10 @@ def loose_averages(
 
 
 def _getter(tensor: Tensor, excluded: Collection[int]) -> Callable[[], Tensor | None]:
-    """Returns what is in a tensor's place in a list or a dict, or else the tensor while it lives.
+    """A function for what is in a tensor's place in a list or a dict, or else for the tensor.
 
-    ``average[name] = 0.99 * average[name] + 0.01 * weight`` makes a new tensor each time.
+    ``average[name] = 0.99 * average[name] + 0.01 * weight`` makes a new tensor each time. The list
+    or dict is kept alive as long as it is watched.
 
     Args:
         tensor: the tensor.
@@ -73,7 +74,8 @@ def _getter(tensor: Tensor, excluded: Collection[int]) -> Callable[[], Tensor | 
     for holder in gc.get_referrers(tensor):
         if id(holder) in excluded or not issubclass(type(holder), (list, dict)):
             continue
-        items = enumerate(holder) if issubclass(type(holder), list) else holder.items()
+        is_list = issubclass(type(holder), list)
+        items = enumerate(holder) if is_list else dict.items(holder)
         for key, each in items:
             if each is tensor:
                 return functools.partial(_held, holder, key)
@@ -82,7 +84,8 @@ def _getter(tensor: Tensor, excluded: Collection[int]) -> Callable[[], Tensor | 
 
 def _held(holder: Any, key: Any) -> Tensor | None:
     try:
-        held = holder[key]
+        # Not holder[key] of a dict: a defaultdict would make an entry.
+        held = dict.get(holder, key) if issubclass(type(holder), dict) else holder[key]
     except LookupError:
         return None
     return held if type(held) is Tensor else None

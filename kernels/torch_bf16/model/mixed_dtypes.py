@@ -26,7 +26,7 @@ from .cast_modules import name_in_cast_model
 __all__ = ["name_parts_in_errors", "name_weights_in_errors", "restore"]
 
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
-_NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
+_NO_KERNEL = re.compile(r"not implemented for 'BFloat16'|Low precision dtypes not supported")
 
 _FP16 = torch.float16
 
@@ -61,7 +61,8 @@ def name_parts_in_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _MIXED.search(str(error)) and not hasattr(error, "_bf16_explained"):
+        mixed = _MIXED.search(str(error)) and not _NO_KERNEL.search(str(error))
+        if mixed and not hasattr(error, "_bf16_explained"):
             _explain_part(error)
         raise
 

@@ -21,9 +21,9 @@ FOR_OTHERS = "_bf16_for_others"
 """Marks hooks on all optimizers that do nothing at steps of our optimizers."""
 
 _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
-_OF_LBFGS = (
-    "It cannot be. Take the fp32 weights before its first step: exact = torch_bf16.fp32_state_dict("
-    "model, optimizer), with the optimizer that has trained so far, and then "
+_ADVICE_FOR_LBFGS = (
+    "LBFGS cannot be converted. Take the fp32 weights before its first step: exact = torch_bf16."
+    "fp32_state_dict(model, optimizer), with the optimizer that has trained so far, and then "
     "model.float().load_state_dict(exact)"
 )
 # A part may be watched, and the model around it.
@@ -67,7 +67,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         if any(p in cast for group in optimizer.param_groups for p in group["params"]):
             _named.add(optimizer)
             # What the advice names would refuse it.
-            instead = _OF_LBFGS if isinstance(optimizer, torch.optim.LBFGS) else advice
+            instead = _ADVICE_FOR_LBFGS if isinstance(optimizer, torch.optim.LBFGS) else advice
             warnings.warn(
                 f"{type(optimizer).__name__} steps over bfloat16 weights of "
                 f"{type(live).__name__} and was not converted: it rounds every update to nearest, "

@@ -271,7 +271,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Skip the next step if ``found_inf`` is not 0 by then.
 
         Weights, states and step counts then keep their bits; :attr:`skipped_steps` grows by one.
-        With Triton the device decides, without the host. ``zero_grad`` and ``step`` cancel this.
+        With Triton the host does not wait for it. ``zero_grad`` and ``step`` cancel the request.
 
         Args:
             found_inf: tensor with one element.

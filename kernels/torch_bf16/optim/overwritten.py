@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["drop_remainders", "states_without_remainders", "without_remainders"]
 
-# Weights that are loaded, or made anew, are written once in a while; a Lookahead goes on, and so
-# many writes within so many steps are named. It shows early, and to look takes a wait for the GPU.
+# A warning names writes in place before _BLENDS of _WINDOW steps, as by a Lookahead: loading, or
+# making weights anew, is rarer. Only the first _LOOKS steps count, because the host waits for it.
 _BLENDS, _WINDOW, _LOOKS = 4, 64, 256
 
 
@@ -181,10 +181,10 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
         count_in_place=counts and engine.updates <= _LOOKS,
     )
     if written.in_place and not engine.warned_of_second_master:
-        recent = [each for each in engine.blends if each > engine.updates - _WINDOW]
-        engine.blends = [*recent, engine.updates]
-    if written.through_data or len(engine.blends) >= _BLENDS:
-        engine.warned_of_data_writes, engine.blends = True, []
+        recent = [each for each in engine.blended_steps if each > engine.updates - _WINDOW]
+        engine.blended_steps = [*recent, engine.updates]
+    if written.through_data or len(engine.blended_steps) >= _BLENDS:
+        engine.warned_of_data_writes, engine.blended_steps = True, []
         how = (
             f"{written.through_data} bf16 weights were written through p.data since the last step"
             if written.through_data

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from operator import is_
 from typing import Any
 
 import torch
@@ -80,9 +81,11 @@ def _state_dict(self: Any) -> dict[str, Any]:
 def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     owner = _owner(self)
     if owner is None:
-        return _original_load(self, state_dict)
+        _original_load(self, state_dict)
+        return
+    shares_groups = all(map(is_, self.param_groups, owner.param_groups))
     owner.load_state_dict(state_dict)
     _original_load(self, {**state_dict, "state": {}})
-    # As the two shared them before.
-    self.state, self.param_groups = owner.state, owner.param_groups
-    return None
+    self.state = owner.state
+    if shares_groups:
+        self.param_groups = owner.param_groups

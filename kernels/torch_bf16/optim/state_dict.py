@@ -187,14 +187,14 @@ def load(
 
 
 def _watch(optimizer: BF16Optimizer, states: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Look for writes from now on: a program that writes weights before each step goes on so."""
+    """Look for writes from now on: a program that wrote weights before each step still does."""
     for parameter, state in states.items():
-        snapshot = Snapshot.of(shard := shard_of(parameter))
+        shard = shard_of(parameter)
         if (watch := DataWatch.of(shard, state)) is not None:
             watch.follow_writes()
             watch.note_step()
+            snapshot = optimizer._engine.snapshots[parameter] = Snapshot.of(shard)
             snapshot.data = watch
-            optimizer._engine.snapshots[parameter] = snapshot
 
 
 def _as_placed(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

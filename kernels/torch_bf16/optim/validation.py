@@ -131,9 +131,10 @@ def check_options(group: Mapping[str, Any], number: int) -> None:
         raise ValueError(
             f"parameter group {number} has an option 'recipe' or 'backend', and an optimizer has "
             "one for all of its groups: give it to the constructor. If a wrapper wrote its options "
-            "into the groups, as SAM does, give it functools.partial(torch_bf16.AdamW, recipe=...) "
-            "for a class. If it is ZeroRedundancyOptimizer that made this group, make that one "
-            "with a class of torch.optim and call torch_bf16.convert(zero, recipe, model=model)"
+            "into the groups, as SAM does, pass it functools.partial(torch_bf16.AdamW, recipe=...) "
+            "as the class of its base optimizer. If ZeroRedundancyOptimizer made this group, make "
+            "that one with a class of torch.optim and call torch_bf16.convert(zero, recipe, "
+            "model=model)"
         )
 
 

@@ -104,15 +104,15 @@ def describe(
             for p in group["params"]
         }
         backend, recipe = recipe.backend, recipe.recipe
-    elif not isinstance(recipe, (str, Recipe)):
+    elif isinstance(recipe, (str, Recipe)):
+        recipe = get_recipe(recipe)
+        backend = recipe.backend
+    else:
         raise ValueError(
             "describe takes one optimizer that was prepared or converted, or else a recipe or its "
             f"name, not {type(recipe).__name__}. Of several optimizers describe each with the "
             "modules that it trains: describe([model.head], head_optimizer)"
         )
-    else:
-        recipe = get_recipe(recipe)
-        backend = recipe.backend
     # A parameter in no group is counted as if it belonged to the first one.
     default_rule = next(iter(rules.values()), ADAMW)
     sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
