@@ -38,15 +38,17 @@ def test_a_lookahead_in_bf16_is_named_once():
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("write", ["load", "clamp", "prune"])
+@pytest.mark.parametrize("write", ["load", "decay of a row", "clamp", "prune"])
 def test_what_is_written_now_and_then_or_in_few_numbers_or_with_zeros_is_not_named(write):
     p, optimizer = make()
     for step in range(128):
         with torch.no_grad():
             if write == "load" and step % 32 == 0:
                 p.copy_(torch.randn(SIZE))
-            elif write == "clamp":
+            elif write == "decay of a row":
                 p[0].mul_(0.9)
+            elif write == "clamp":
+                p.clamp_(-0.5, 0.5)
             elif write == "prune":
                 p[10:].mul_(0)
         take_step(p, optimizer)

@@ -2,12 +2,14 @@
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.optim import shared_states
 
 ADAMW = partial(torch_bf16.AdamW, recipe="bf16-fp32-master")
 
@@ -147,6 +149,36 @@ def test_a_wrapper_saved_in_fp32_continues_in_a_mode():
     resumed.load_state_dict(optimizer.state_dict())
     moment = resumed.base_optimizer.state[resumed.param_groups[0]["params"][0]]["exp_avg"]
     assert torch.equal(moment, optimizer.state[model[0].weight]["exp_avg"])
+
+
+@pytest.fixture
+def stock():
+    """The methods of torch's class, put back when the test ends."""
+    shared_states.restore()
+    kind: Any = torch.optim.Optimizer
+    before = kind.state_dict, kind.load_state_dict
+    yield kind
+    shared_states.restore()
+    kind.state_dict, kind.load_state_dict = before
+
+
+def test_methods_that_something_else_has_replaced_are_called_and_stay(stock):
+    parameters = [*torch_bf16.cast_model(nn.Linear(4, 4)).parameters()]
+    called, load = [], stock.load_state_dict
+
+    def earlier(self, state_dict):
+        called.append(type(self).__name__)
+        return load(self, state_dict)
+
+    stock.load_state_dict = earlier
+    torch_bf16.AdamW(parameters)
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    sgd.load_state_dict(sgd.state_dict())
+    assert called == ["SGD"]
+    stock.state_dict = lambda self: {"mine": 1}
+    shared_states.restore()
+    assert stock.load_state_dict is earlier
+    assert sgd.state_dict() == {"mine": 1}
 
 
 def test_a_recipe_that_a_wrapper_writes_into_the_groups_is_refused_with_the_way_out():

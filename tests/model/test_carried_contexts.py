@@ -79,3 +79,20 @@ def test_on_the_meta_device_a_model_has_its_shapes(compute, keep):
     recipe = torch_bf16.get_recipe("bf16-stochastic", compute=compute, keep_fp32=keep)
     torch_bf16.carry_autocast(torch_bf16.cast_model(net, recipe))
     assert net.head(net.body(x)).shape == (3, 4)
+
+
+class Shapes(list):
+    """A list of a class that pytree does not know."""
+
+
+class WithShape(BodyAndHead):
+    def forward(self, x):
+        y = self.head(self.body(x))
+        return y.shape, Shapes([y, 3])
+
+
+def test_sizes_stay_sizes_and_lists_of_other_classes_are_widened():
+    size, outputs = carried(WithShape())(X)
+    assert size.numel() == 12
+    assert type(outputs) is Shapes
+    assert (outputs[0].dtype, outputs[1]) == (torch.float32, 3)

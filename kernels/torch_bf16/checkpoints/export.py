@@ -15,7 +15,7 @@ from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.sharding import any_flattened, local, saved_names
 from torch_bf16.states.recoding import stored_format
-from torch_bf16.states.schema import HEADER, check_saved
+from torch_bf16.states.schema import HEADER, readable
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
 from .files import check_complete, damaged_safetensors, first_keys, read_file
@@ -278,13 +278,17 @@ def _parts(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
 
 
 def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    check_saved(optimizer)
-    groups = optimizer["param_groups"]
-    states = {k: each for k, each in optimizer["state"].items() if isinstance(each, Mapping)}
-    names = (optimizer.get(HEADER) or {}).get("names") or [g.get("param_names", ()) for g in groups]
+    saved = [each for each in optimizer["state"].values() if isinstance(each, Mapping)]
+    if not any(key in MASTERS for state in saved for key in state):
+        return {}  # however it is built, nothing in it is needed
+    optimizer = readable(optimizer)
+    groups, states = optimizer["param_groups"], optimizer["state"]
+    names = (optimizer.get(HEADER) or {}).get("names") or [
+        g.get("param_names") or () for g in groups
+    ]
     named = {
         key: name
-        for group, names_of_group in zip(groups, names, strict=True)
+        for group, names_of_group in zip(groups, names, strict=False)
         for name, key in zip(names_of_group, group["params"], strict=False)
         if name is not None
     }

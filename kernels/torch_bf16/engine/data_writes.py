@@ -206,7 +206,8 @@ def drop_remainders(
 
     Returns:
         How many were written; zeros where they are not counted. Numbers that are zero now do not
-        count: they come from pruning masks, which need no warning.
+        count, nor in place the largest and the smallest: they come from masks and clamps, which
+        need no warning.
     """
     through_data, in_place, size = [], [], 0
     for parameter in parameters if _touched else ():
@@ -223,8 +224,12 @@ def drop_remainders(
         if changed is None:
             continue
         if count_in_place if raised else count:
-            number = (changed & (local(parameter) != 0)).count_nonzero()
-            (in_place if raised else through_data).append(number)
+            weight = local(parameter)
+            moved = changed & (weight != 0)
+            if raised and weight.numel():  # a clamp puts numbers on its bounds
+                low, high = weight.aminmax()
+                moved &= (weight != low) & (weight != high)
+            (in_place if raised else through_data).append(moved.count_nonzero())
         state = dict.get(states, parameter, {})
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -44,12 +45,20 @@ def _map_argument(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
 
 
 def _map_inside(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    return tree_map(functools.partial(_map_leaf, outer, function), data)
+    return tree_map(functools.partial(_map_leaf, outer, function), data, is_leaf=_is_size)
+
+
+def _is_size(data: Any) -> bool:
+    return isinstance(data, torch.Size)  # a tuple would lose its methods
 
 
 def _map_leaf(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return function(leaf)
+    if isinstance(leaf, list):  # of a class that pytree does not know
+        new = [_map_inside(outer, function, each) for each in leaf]
+        same = all(before is after for before, after in zip(leaf, new, strict=True))
+        return leaf if same else _list_with(leaf, new)
     # An object that refers back to one that it is in would be followed forever.
     old = None if any(each is leaf for each in outer) else _contents(leaf)
     if old is None:
@@ -76,6 +85,15 @@ def _contents(leaf: Any) -> dict[Any, Any] | None:
     except Exception:
         pass
     return None
+
+
+def _list_with(leaf: list[Any], contents: list[Any]) -> Any:
+    try:
+        made = copy.copy(leaf)
+        made[:] = contents
+    except Exception:
+        return leaf
+    return made
 
 
 def _copy_with(leaf: Any, contents: dict[Any, Any]) -> Any:

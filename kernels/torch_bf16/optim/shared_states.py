@@ -23,20 +23,29 @@ from torch_bf16.torch_patches import is_enabled
 __all__ = ["follow_sharers", "pass_on", "restore"]
 
 _Optimizer: Any = torch.optim.Optimizer
-_original_save: Any = _Optimizer.state_dict
-_original_load: Any = _Optimizer.load_state_dict
+_replaced: dict[str, tuple[Any, Any]] = {}
+"""For each method, what was there before, and ours."""
 
 
 def follow_sharers() -> None:
     """Let optimizers that share our states save and load them as we do, until :func:`restore`."""
-    if _Optimizer.state_dict is _original_save and is_enabled("optimizer_state_dict"):
-        _Optimizer.state_dict = functools.wraps(_original_save)(_state_dict)
-        _Optimizer.load_state_dict = functools.wraps(_original_load)(_load_state_dict)
+    if not _replaced and is_enabled("optimizer_state_dict"):
+        for name, replace in (("state_dict", _saving), ("load_state_dict", _loading)):
+            original = getattr(_Optimizer, name)
+            ours = functools.wraps(original)(replace(original))
+            setattr(_Optimizer, name, ours)
+            _replaced[name] = original, ours
 
 
 def restore() -> None:
-    """Restore the methods of ``torch.optim.Optimizer``, until the next optimizer of ours."""
-    _Optimizer.state_dict, _Optimizer.load_state_dict = _original_save, _original_load
+    """Restore the methods of ``torch.optim.Optimizer``, until the next optimizer of ours.
+
+    One that something else has replaced since then stays.
+    """
+    for name, (original, ours) in _replaced.items():
+        if getattr(_Optimizer, name) is ours:
+            setattr(_Optimizer, name, original)
+    _replaced.clear()
 
 
 def pass_on(attributes: dict[str, Any], states: States) -> None:
@@ -70,22 +79,27 @@ def _parameters(optimizer: Any) -> list[list[int]]:
     return [[*map(id, group["params"])] for group in optimizer.param_groups]
 
 
-def _state_dict(self: Any) -> dict[str, Any]:
-    state_dict, owner = _original_save(self), _owner(self)
-    if owner is None:
-        return state_dict
-    saved = owner.state_dict()
-    return {**state_dict, "state": saved["state"], HEADER: saved[HEADER]}
+def _saving(original: Any) -> Any:
+    def state_dict(self: Any) -> dict[str, Any]:
+        saved, owner = original(self), _owner(self)
+        if owner is None:
+            return saved
+        theirs = owner.state_dict()
+        return {**saved, "state": theirs["state"], HEADER: theirs[HEADER]}
+
+    return state_dict
 
 
-def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-    owner = _owner(self)
-    if owner is None:
-        _original_load(self, state_dict)
-        return
-    shares_groups = all(map(is_, self.param_groups, owner.param_groups))
-    owner.load_state_dict(state_dict)
-    _original_load(self, {**state_dict, "state": {}})
-    self.state = owner.state
-    if shares_groups:
-        self.param_groups = owner.param_groups
+def _loading(original: Any) -> Any:
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        if (owner := _owner(self)) is None:
+            original(self, state_dict)
+            return
+        shares_groups = all(map(is_, self.param_groups, owner.param_groups))
+        owner.load_state_dict(state_dict)
+        original(self, {**state_dict, "state": {}})
+        self.state = owner.state
+        if shares_groups:
+            self.param_groups = owner.param_groups
+
+    return load_state_dict

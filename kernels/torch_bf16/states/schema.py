@@ -20,10 +20,10 @@ __all__ = [
     "check_header",
     "check_hyperparameters",
     "check_names",
-    "check_saved",
     "check_whole",
     "header",
     "narrow_states",
+    "readable",
 ]
 
 HEADER = "torch_bf16"
@@ -82,7 +82,7 @@ def check_whole(state_dict: Any) -> None:
                 f"parameter group {number} of the state dict is damaged: it needs a list 'params' "
                 f"of numbers or names and has {keys!r}. Load it as it was saved"
             )
-        if not _are_names(names := group.get("param_names", [])):
+        if not _are_names(names := group.get("param_names") or [], or_none=True):
             raise StateMismatchError(
                 f"parameter group {number} of the state dict is damaged: its 'param_names' are "
                 f"{names!r} and must be a list of names. Load it as it was saved"
@@ -96,17 +96,24 @@ def check_whole(state_dict: Any) -> None:
                 )
 
 
-def check_saved(state_dict: Any) -> None:
-    """Refuse what a file holds for an optimizer, where there is none to load it into.
+def readable(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds for an optimizer, where there is none to load it into.
+
+    Args:
+        saved: has a mapping ``"state"``; what other libraries leave out or add there is no fault:
+            without groups it gets none, and entries of ``"state"`` that are no dicts are left out.
 
     Raises:
         CheckpointError: it is not built as torch builds it, or the entry of ours is damaged.
     """
+    states = {key: each for key, each in saved["state"].items() if isinstance(each, Mapping)}
+    state_dict = {"param_groups": [], **saved, "state": states}
     try:
         check_whole(state_dict)
         check_header(state_dict.get(HEADER), Recipe())
     except StateMismatchError as error:
         raise CheckpointError(f"the state of an optimizer cannot be read: {error}") from None
+    return state_dict
 
 
 def check_hyperparameters(saved: Mapping[str, Any], expected: Iterable[str], number: int) -> None:
@@ -185,8 +192,9 @@ def narrow_states(state_dict: Any) -> set[str]:
     return {*narrow} if _are_names(narrow) else set()
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+def _are_names(value: Any, or_none: bool = False) -> bool:
+    kinds = (str, type(None)) if or_none else str
+    return isinstance(value, (list, tuple)) and all(isinstance(each, kinds) for each in value)
 
 
 def check_names(saved: Sequence[Sequence[Any]], live: Sequence[Sequence[Any]]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError, first_line
-from torch_bf16.states.schema import HEADER, check_saved
+from torch_bf16.states.schema import HEADER, readable
 
 from .saved import OptimizerStates, Saved, SavedTensor, is_number
 
@@ -169,7 +169,7 @@ def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
 def _optimizer(states: Any) -> OptimizerStates | None:
     if not isinstance(states, Mapping) or not isinstance(states.get("state"), Mapping):
         return None
-    check_saved(states)
+    states = readable(states)
     found = {
         key: {
             name: (
@@ -180,7 +180,6 @@ def _optimizer(states: Any) -> OptimizerStates | None:
             for name, value in each.items()
         }
         for key, each in states["state"].items()
-        if isinstance(each, Mapping)
     }
     return OptimizerStates(found, list(states["param_groups"]), states.get(HEADER) or {})
 
