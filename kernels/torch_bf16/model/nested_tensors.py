@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, MutableMapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ def _map_argument(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
         return function(argument)
     leaves, structure = tree_flatten(argument)
     new = [function(each) if isinstance(each, Tensor) else each for each in leaves]
-    if all(before is after for before, after in zip(leaves, new, strict=True)):
-        return argument
-    return tree_unflatten(new, structure)
+    return argument if _are_same(leaves, new) else tree_unflatten(new, structure)
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    return all(map(is_, before, after))
 
 
 def _map_inside(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -57,16 +60,14 @@ def _map_leaf(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], leaf
         return function(leaf)
     if isinstance(leaf, list):  # of a class that pytree does not know
         new = [_map_inside(outer, function, each) for each in leaf]
-        same = all(before is after for before, after in zip(leaf, new, strict=True))
-        return leaf if same else _list_with(leaf, new)
+        return leaf if _are_same(leaf, new) else _list_with(leaf, new)
     # An object that refers back to one that it is in would be followed forever.
     old = None if any(each is leaf for each in outer) else _contents(leaf)
     if old is None:
         return leaf
     new = _map_inside((*outer, leaf), function, old)
-    pairs = zip(tree_leaves(old), tree_leaves(new), strict=True)
     # A cache that the model writes into must stay the object that the caller holds.
-    if all(before is after for before, after in pairs):
+    if _are_same(tree_leaves(old), tree_leaves(new)):
         return leaf
     return _copy_with(leaf, new)
 
