@@ -64,6 +64,17 @@ def test_every_page_is_in_the_index_once() -> None:
     assert set(PAGES) - {index} <= {(index.parent / each).resolve() for each in listed}
 
 
+def test_every_program_of_the_cookbook_is_in_its_index() -> None:
+    folder = ROOT / "docs" / "cookbook"
+    linked = set(re.findall(r"\]\(cookbook/(\S+\.md#\S+)\)", folder.with_suffix(".md").read_text()))
+    for page in sorted(folder.glob("*.md")):
+        sections = re.findall(r"^## .*$", page.read_text(), re.M)
+        assert sections
+        for section in sections:
+            (anchor,) = slugs(section)
+            assert f"{page.name}#{anchor}" in linked
+
+
 @pytest.mark.parametrize("package", [torch_bf16, lightning_bf16, accelerate_bf16])
 def test_the_reference_has_every_public_name(package: ModuleType) -> None:
     name = package.__name__
