@@ -235,6 +235,21 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(suffix, tmp_path, c
     assert {each.name for each in tmp_path.iterdir()} == {path.name, output.name}
 
 
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_file_that_another_export_writes_is_left_alone(suffix, tmp_path, capsys):
+    fcntl = pytest.importorskip("fcntl")
+    _, _, path = saved_run(tmp_path, "ours")
+    output, partial = tmp_path / f"out.{suffix}", tmp_path / f".out.{suffix}.partial"
+    with partial.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert cli.main(["export", str(path), str(output)]) == 2
+    assert f"another process is writing {output} right now" in capsys.readouterr().err
+    assert partial.exists()
+    assert not output.exists()
+    assert cli.main(["export", str(path), str(output)]) == 0
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, output.name}
+
+
 def test_a_device_is_not_replaced_by_a_file(tmp_path, capsys):
     _, _, path = saved_run(tmp_path, "ours")
     pipe = tmp_path / "pipe"

@@ -12,7 +12,7 @@ from proofs import faults
 
 import torch_bf16
 from torch_bf16 import CheckpointError, StateMismatchError, load_checkpoint, save_checkpoint
-from torch_bf16.checkpoints import files
+from torch_bf16.checkpoints import atomic_write
 
 
 @pytest.fixture
@@ -265,16 +265,16 @@ def test_a_file_that_another_process_has_finished_meanwhile_is_left_alone(
 ):
     """It was opened under its temporary name, and is the checkpoint by the time it is locked."""
     path, partial = tmp_path / "run.pt", tmp_path / ".run.pt.partial"
-    lock = files._lock
+    lock = atomic_write._lock
 
     def late(*arguments):
-        monkeypatch.setattr(files, "_lock", lock)
+        monkeypatch.setattr(atomic_write, "_lock", lock)
         save_checkpoint(path, who="the other one")
         if again:
             partial.write_bytes(b"x")
         lock(*arguments)
 
-    monkeypatch.setattr(files, "_lock", late)
+    monkeypatch.setattr(atomic_write, "_lock", late)
     with pytest.raises(CheckpointError, match="another process is writing"):
         save_checkpoint(path, who="this one")
     assert load_checkpoint(path) == {"who": "the other one"}

@@ -18,6 +18,7 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER, readable
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
+from .atomic_write import replacing
 from .files import check_complete, damaged_safetensors, first_keys, read_file
 
 __all__ = [
@@ -305,23 +306,22 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _write(weights: dict[str, Tensor], target: Path) -> None:
-    partial = target.with_name(f".{target.name}.partial")
     safetensors = _safetensors() if target.suffix == ".safetensors" else None
     try:
-        if safetensors is None:
-            torch.save(weights, partial)
-        else:
-            # A copy for each name: the format has no tensors that share memory.
-            safetensors.save_file({k: v.clone() for k, v in weights.items()}, partial)
-        os.replace(partial, target)
+        with replacing(target) as partial:
+            if safetensors is None:
+                torch.save(weights, partial)
+            else:
+                # A copy for each name: the format has no tensors that share memory.
+                safetensors.save_file({k: v.clone() for k, v in weights.items()}, partial)
+    except CheckpointError:
+        raise
     # Both libraries have errors of their own for a full disk or a closed folder.
     except Exception as error:
         raise CheckpointError(
             f"{target} was not written: {first_line(error)}. Free space on its disk, or give the "
             "name of a file in another folder"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _safetensors() -> Any:

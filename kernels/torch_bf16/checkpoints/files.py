@@ -6,13 +6,12 @@ compares none of them, so that most flipped bits would become other numbers in s
 
 from __future__ import annotations
 
-import errno
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +22,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import is_incomplete
 from torch_bf16.states.schema import HEADER
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from .atomic_write import replacing
 
 __all__ = [
     "check_complete",
@@ -69,23 +65,10 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> None:
     path = Path(path)
     states = {n: p.state_dict() if hasattr(p, "state_dict") else p for n, p in parts.items()}
     check_complete(states)
-    partial = path.with_name(f".{path.name}.partial")
-    # Not truncated before it is locked: another process may be writing it.
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
-    with os.fdopen(descriptor, "rb+") as file:
-        _lock(file, partial, path)
-        try:
-            file.truncate()
-            with _checksums():
-                torch.save(states, file)
-            file.flush()
-            os.fsync(file.fileno())
-            _check_loads(partial, path)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    _sync_folder(path.parent)
+    with replacing(path) as partial:
+        with _checksums(), partial.open("rb+") as file:
+            torch.save(states, file)
+        _check_loads(partial, path)
 
 
 def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, Any]:
@@ -224,25 +207,6 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _lock(file: BinaryIO, partial: Path, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have finished since open(), and this may be its checkpoint by now.
-        ours = os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
-    except FileNotFoundError:
-        ours = False
-    except OSError as error:
-        # Other errors come from file systems without locks.
-        ours = error.errno not in (errno.EAGAIN, errno.EACCES)
-    if not ours:
-        raise CheckpointError(
-            f"another process is writing {path} right now; save from one rank only, or under "
-            "another name. Nothing was written"
-        )
-
-
 def _check_loads(partial: Path, path: Path) -> None:
     try:
         # Storages are mapped, not read: this unpickles only the structure.
@@ -275,15 +239,3 @@ def _check_fits(module: nn.Module, state: Any, label: str) -> None:
             f"{label} is of another model: it {'; it '.join(faults)}. Load it into the model that "
             "it was saved from. Nothing was changed"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    # The rename is on disk only once the folder is.
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
