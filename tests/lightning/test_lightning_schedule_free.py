@@ -130,3 +130,17 @@ def test_fabric_follows_the_module_and_saves_averages(fabric_package, mode, tmp_
         train(*run, data[4:])
     found = [snapshot(each, o.optimizer) for _, each, o in ((fabric, model, optimizer), other)]
     assert not differences(*found)
+
+
+def test_fabric_s_wrapper_refuses_a_share_that_changed_too(fabric_package):
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, precision="bf16-stochastic")
+    net = network()
+    model, optimizer = fabric.setup(
+        net, torch_bf16.AdamWScheduleFree(net.named_parameters(), lr=0.05)
+    )
+    (data,) = batches(1)
+    fabric.backward(F.cross_entropy(model(data[0]), data[1]))
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = 0.5, 0.999
+    with pytest.raises(ValueError, match=r"was 0\.9 in the step before"):
+        optimizer.eval()

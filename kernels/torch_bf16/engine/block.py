@@ -173,7 +173,7 @@ class Block:
         return [each if gradient is None else gradient for gradient, each in pairs]
 
     def _gradient_addresses(self, tensors: list[Any], present: list[bool]) -> np.ndarray | None:
-        """The result of :func:`spread`: the same array if no address has changed."""
+        """The result of :func:`addresses_of_present`: the same array if no address has changed."""
         last, of_whom, addresses = self._last
         now = last.now(tensors)
         if now is not last or present != of_whom:

@@ -90,6 +90,7 @@ class Engine:
         updates: how many steps have begun.
         blended_steps: the recent ones before which something else moved many numbers in place.
         warned_of_second_master: whether one has said what a second optimizer of a weight loses.
+        shares: each group, and its share of the average in the last step, if schedule-free.
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.
     """
@@ -106,6 +107,7 @@ class Engine:
         self.warned_of_data_writes = self.warned_of_second_master = False
         self.updates = 0
         self.blended_steps: list[int] = []
+        self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _no_model
         self.invalidate()
         _engines.add(self)

@@ -28,7 +28,7 @@ from .overwritten import without_remainders
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["exact_weights", "read", "write"]
+__all__ = ["exact_weights", "find_and_write", "read", "write"]
 
 _Place: TypeAlias = tuple[int, int]
 
@@ -52,7 +52,7 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     return shard.place(format_.decode(planes))
 
 
-def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
+def find_and_write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
     place = next((place for place, each in _placed(optimizer) if each is parameter), None)
     if place is None:
@@ -63,10 +63,18 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
         )
     _check_value(optimizer, place, parameter, value)
     reshard([parameter])
-    _write(optimizer, place, parameter, value)
+    write(optimizer, place, parameter, value)
 
 
-def _write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
+def write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
+    """Write fp32 numbers into a parameter and what its format keeps beside it.
+
+    Args:
+        optimizer: the optimizer that has the parameter.
+        place: the number of its group, and its position there.
+        parameter: the parameter; not gathered by FSDP2.
+        value: fp32, of the parameter's shape.
+    """
     if parameter.dtype != torch.bfloat16:
         parameter.copy_(value)
         return
@@ -169,7 +177,7 @@ def exact_weights(
         reshard(owners)
         for name, parameter in named.items():
             if parameter in owners:
-                _write(*owners[parameter], parameter, weights[name])
+                write(*owners[parameter], parameter, weights[name])
             elif not same_memory(weights[name], parameter):
                 parameter.copy_(weights[name])
 

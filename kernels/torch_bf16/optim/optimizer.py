@@ -247,7 +247,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             >>> weight = optimizer.exact_weight(model.weight)
             >>> optimizer.set_exact_weight(model.weight, 0.5 * weight)
         """
-        exact_weights.write(self, parameter, value)
+        exact_weights.find_and_write(self, parameter, value)
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step only.

@@ -23,6 +23,7 @@ from torch_bf16.states.completion import complete_state
 from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes
 
+from . import exact_weights
 from .optimizer import BF16Optimizer
 
 __all__ = ["AdamWScheduleFree", "SGDScheduleFree"]
@@ -67,10 +68,10 @@ class _ScheduleFree(BF16Optimizer):
         """
         self._check_shares("Nothing was changed")
         with torch.no_grad():
-            for group in self.param_groups:
+            for number, group in enumerate(self.param_groups):
                 if group["train_mode"] != mode:
                     reshard(group["params"])
-                    self._swap_all(group, mode)
+                    self._swap_all(number, group, mode)
                     group["train_mode"] = mode
 
     def eval(self) -> None:
@@ -81,22 +82,22 @@ class _ScheduleFree(BF16Optimizer):
         """
         self.train(False)
 
-    def _swap_all(self, group: Mapping[str, Any], mode: bool) -> None:
+    def _swap_all(self, number: int, group: Mapping[str, Any], mode: bool) -> None:
         beta1, swapped = interpolation(group), []
         try:
-            for parameter in group["params"]:
+            for position, parameter in enumerate(group["params"]):
                 state = dict.get(self.state, parameter, {})
                 # Before the first step, which copies the weight to z, z is zero.
                 if "z" in state and int(state["step"]):
-                    self._swap(parameter, beta1, mode)
-                    swapped.append(parameter)
+                    self._swap((number, position), parameter, beta1, mode)
+                    swapped.append((position, parameter))
         except BaseException:
             # A group has a single mode: the next call would swap these parameters again.
-            for parameter in swapped:
-                self._swap(parameter, beta1, not mode)
+            for position, parameter in swapped:
+                self._swap((number, position), parameter, beta1, not mode)
             raise
 
-    def _swap(self, parameter: Tensor, beta1: float, mode: bool) -> None:
+    def _swap(self, place: tuple[int, int], parameter: Tensor, beta1: float, mode: bool) -> None:
         shard, state = shard_of(parameter), dict.get(self.state, parameter, {})
         format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
         now = local(self.exact_weight(parameter)).contiguous()
@@ -114,7 +115,7 @@ class _ScheduleFree(BF16Optimizer):
             aside = Home.of(shard, self.recipe).put(now.to(kept.planes[0].dtype, copy=True))
             aside = shard.place(aside)
         if len(format_.planes) > 1:
-            self.set_exact_weight(parameter, shard.place(value))
+            exact_weights.write(self, place, parameter, shard.place(value))
         else:
             local(parameter).copy_(value)
         # Only now, because the write may fail. It may also have replaced the dict of the state.
@@ -137,7 +138,7 @@ class _ScheduleFree(BF16Optimizer):
 
     def _check_shares(self, outcome: str) -> None:
         """Refuse a share of the average that differs from that of the last step, if it is known."""
-        shares: list[Any] = self.__dict__.get("_shares", [])
+        shares = self._engine.shares
         for number, group in enumerate(self.param_groups):
             where = f" in parameter group {number}"
             _check_share(group, where, f". {outcome}")
@@ -177,7 +178,7 @@ class _ScheduleFree(BF16Optimizer):
             group["scheduled_lr"], group["lr_max"] = lr, highest
             group["weight_sum"] += weight
             group["k"] += 1
-        self._shares = [(group, interpolation(group)) for group in self.param_groups]
+        self._engine.shares = [(group, interpolation(group)) for group in self.param_groups]
 
 
 def _stands_for(now: Tensor, x: Tensor, dtype: torch.dtype, format_: Format) -> Tensor:
