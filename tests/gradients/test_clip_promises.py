@@ -38,6 +38,14 @@ def test_clipping_counts_what_the_next_step_was_told_before(coefficient):
     assert_moved(parameters, 0.25)
 
 
+def test_no_parameters_have_norm_zero_whatever_the_next_step_was_told():
+    parameters, optimizer = run()
+    optimizer.scale_next_step(0.25)
+    assert torch_bf16.clip_next_step(optimizer, 1.0, parameters=[]) == 0.0
+    optimizer.step()
+    assert_moved(parameters, 0.5)
+
+
 def forget_by_hand(parameters):
     for parameter in parameters:
         parameter.grad = None

@@ -213,7 +213,7 @@ def _norm_as_scaled(
         clipped = [p for p in owned if left.pop(id(p), None) is not None]
         if clipped:
             norms.append(_norm(clipped) * coefficient)
-    if left:
+    if left or not norms:
         norms.append(_norm([*left.values()]))
     return norm_over_ranks({(): norms})
 
