@@ -115,6 +115,34 @@ def test_of_an_optimizer_that_steps_others_each_step_counts_once(here):
     assert [each.looks for each in found.parameters.values()] == [2] * 4
 
 
+def test_a_script_that_looks_for_its_batch_size_is_measured_after_a_step_that_failed(capsys, here):
+    """As accelerate.utils.find_executable_batch_size does; a step that raised calls no hook."""
+    (here / "search.py").write_text("""
+import torch
+from torch import nn
+
+class Adam(torch.optim.Adam):
+    def step(self, closure=None):
+        if size > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().step(closure)
+
+for size in (16, 8):
+    try:
+        model = nn.Linear(32, 32)
+        optimizer = Adam(model.parameters(), lr=1e-3)
+        for _ in range(100):
+            optimizer.zero_grad()
+            (model(torch.randn(size, 32)) - 1).square().mean().backward()
+            optimizer.step()
+    except torch.OutOfMemoryError:
+        pass
+""")
+    status, found, err = recommend(capsys, "search.py", "-n", "6")
+    assert status == 0, err
+    assert (found["steps"], found["looks"]) == (6, 3)
+
+
 def test_a_script_runs_as_it_is_and_ends_after_the_steps(capsys, here):
     status, found, err = recommend(capsys, "train.py", "--", "1e-4")
     assert status == 0

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = ["Host", "host_of", "planned_rates", "rate_of"]
 
-# Prefixes of the modules whose methods call the step, and the hosts that they belong to.
+# The modules and packages whose methods call the step, and the hosts that they belong to.
 _HOSTS = {
     "transformers.trainer": "trainer",
     "lightning.pytorch": "lightning",
@@ -50,8 +50,8 @@ def host_of(frame: FrameType | None) -> Host:
     found: list[tuple[str, Any]] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        for prefix, name in _HOSTS.items():
-            if module.startswith(prefix):
+        for source, name in _HOSTS.items():
+            if f"{module}.".startswith(f"{source}."):
                 found.append((name, frame.f_locals.get("self")))
         frame = frame.f_back
     # The Trainer steps through Accelerate, and Lightning's Trainer through a strategy of Fabric.

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Observer:
     def __init__(self, steps: int, progress: Callable[[str], None]) -> None:
         self.found = Observation()
         self._steps, self._progress = steps, progress
-        self._depth = 0
+        self._depth, self._outer = 0, None
         self._before: list[tuple[Tensor, float, tuple[int, int], _Sample]] = []
         self._watching: dict[int, _Watcher] = {}
 
@@ -116,10 +117,14 @@ class Observer:
         return isinstance(error, Enough)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # The step of the frame above this one is about to begin.
+        if not _is_in_method_of(self._outer, sys._getframe(2)):
+            self._depth = 0  # a step that raised had no end
         self._depth += 1
         # If an optimizer steps another one, the outer one decides how the weights move.
         if self._depth > 1:
             return
+        self._outer = optimizer
         number = self._number(optimizer)
         found = self.found
         found.steps[number] += 1
@@ -132,7 +137,7 @@ class Observer:
         if isinstance(optimizer, BF16Optimizer):
             self._watching[number].looking = True
             return
-        self._before.clear()  # a step that raised had no end
+        self._before.clear()
         for at, group in enumerate(optimizer.param_groups):
             rate = rate_of(group)
             for parameter in group["params"]:
@@ -271,3 +276,12 @@ def _sample(parameter: Tensor) -> _Sample:
 def _positive(rate: float) -> float:
     # Without a learning rate, updates are not divided by anything.
     return 1.0 if math.isnan(rate) else abs(rate)
+
+
+def _is_in_method_of(owner: object, frame: FrameType | None) -> bool:
+    """Whether a frame, or one of its callers', is a call of a method of ``owner``."""
+    while frame is not None:
+        if owner is not None and frame.f_locals.get("self") is owner:
+            return True
+        frame = frame.f_back
+    return False
