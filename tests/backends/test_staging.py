@@ -228,7 +228,7 @@ def test_streams_and_events_of_torch_are_used_as_they_are(monkeypatch):
         return host[-1]
 
     monkeypatch.setattr(bus, "_pin", pinned)
-    link = bus.CudaBus(torch.device("cuda", 0))
+    link = bus.Bus(torch.device("cuda", 0))
     link.up.name, link.down.name = "up", "down"
 
     def away(tensor, device):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +15,17 @@ from torch import Tensor
 __all__ = ["Bus", "bus_of", "in_host_memory"]
 
 
-class Bus(Protocol):
-    """One device's streams, and host memory that they can access.
+class Bus:
+    """A CUDA or ROCm device's streams, and pinned memory of the host, which they can access.
+
+    They live as long as the process: torch caches memory separately for each stream.
+
+    Args:
+        device: the device.
 
     Attributes:
         up: the stream of copies to the device.
         down: the stream of copies from it.
-        compute: the stream in which the device computes now.
-    """
-
-    up: Any
-    down: Any
-
-    @property
-    def compute(self) -> Any: ...
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros in host memory that the streams can access."""
-        ...
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy in such memory, or the tensor itself if it already is one."""
-        ...
-
-    def run(self, stream: Any, work: Callable[[], Any]) -> None:
-        """Queue what ``work`` launches in a stream."""
-        ...
-
-    def record(self, stream: Any) -> Any:
-        """An event that completes once a stream has done everything that is queued in it now."""
-        ...
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let everything queued in a stream from now on wait for an event."""
-        ...
-
-    def finish(self, event: Any) -> None:
-        """Let the host wait for an event."""
-        ...
-
-
-class CudaBus:
-    """The bus of a CUDA or ROCm device, to pinned memory.
-
-    Its two streams live as long as the process: torch caches memory separately for each stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +34,7 @@ class CudaBus:
 
     @property
     def compute(self) -> torch.cuda.Stream:
-        """The current stream of the device."""
+        """The stream in which the device computes now."""
         return torch.cuda.current_stream(self._device)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -75,28 +42,31 @@ class CudaBus:
         return _pin(shape, dtype).zero_()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A pinned tensor; waits for the device if the tensor was there."""
+        """A contiguous copy in pinned memory, or the tensor itself if it already is one.
+
+        Waits for the device if the tensor was there.
+        """
         if tensor.is_cpu and tensor.is_contiguous() and tensor.is_pinned():
             return tensor
         return _pin(tensor.shape, tensor.dtype).copy_(tensor)
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
-        """Call ``work`` with ``stream`` as the current stream."""
+        """Queue what ``work`` launches in a stream."""
         with torch.cuda.stream(stream):
             work()
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """A new event."""
+        """An event that completes once a stream has done everything that is queued in it now."""
         event = torch.cuda.Event()
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Wait on the device, without blocking the host."""
+        """Let everything queued in a stream from now on wait for an event; the host does not."""
         stream.wait_event(event)
 
     def finish(self, event: torch.cuda.Event) -> None:
-        """Block the host until the event has completed."""
+        """Let the host wait for an event."""
         event.synchronize()
 
 
@@ -128,7 +98,7 @@ def bus_of(device: torch.device) -> Bus | None:
             f"on {device} cannot keep its states in host memory: offload='states' is for CUDA and "
             "ROCm devices. Leave offload out"
         )
-    return CudaBus(device)
+    return Bus(device)
 
 
 def in_host_memory(tensor: Tensor, device: torch.device) -> bool:

@@ -134,12 +134,11 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _show_hosts(found: Mapping[str, Any]) -> None:
     print(f"\nhook of torch: {found['hook']['why']}")
-    print("hosts (oldest and newest version tested; modules of theirs that are patched on import):")
+    print("hosts (oldest and newest version tested):")
     for each in found["hosts"]:
         version = each["version"] or "not installed"
         tested = f"{each['oldest'] or '-'} to {each['newest_tested']}"
-        count = f"{len(each['hooked'])} of {each['targets']} modules" if each["targets"] else "none"
-        print(f"  {each['name']:18} {version:14} {tested:16} {count}")
+        print(f"  {each['name']:18} {version:14} {tested}")
 
 
 def _show_proofs(proofs: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch_bf16.environment import OFF
 from torch_bf16.errors import version_numbers
 from torch_bf16.tools.machine import versions
 
-__all__ = ["HOOKED", "TESTED", "hook", "host_rows", "is_older", "needed"]
+__all__ = ["TESTED", "hook", "host_rows", "is_older", "needed"]
 
 TESTED = {
     "torch": "2.15.0",
@@ -29,16 +29,15 @@ TESTED = {
 }
 """The newest version of each that the tests have run with; ``docs/versions.md`` says when."""
 
-HOOKED = {
-    "lightning": ("lightning.",),
-    "pytorch-lightning": ("pytorch_lightning.",),
-    "lightning-fabric": ("lightning_fabric.",),
-    "accelerate": ("accelerate.",),
-    "transformers": ("transformers.",),
-    "trl": (),
-    "peft": ("peft.",),
-}
-"""For each host, the prefixes of its modules' names; empty if it is hooked through another host."""
+HOSTS = (
+    "lightning",
+    "pytorch-lightning",
+    "lightning-fabric",
+    "accelerate",
+    "transformers",
+    "trl",
+    "peft",
+)
 
 
 def hook() -> tuple[bool, str]:
@@ -56,24 +55,17 @@ def hook() -> tuple[bool, str]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """A row for each host: its version, the oldest and newest one tested, and what is hooked."""
-    autoload = sys.modules.get("bf16_autoload")
-    waiting = {name for each in sys.meta_path for name in getattr(each, "names", ())}
-    installed = versions(tuple(HOOKED))
-    rows = []
-    for name, prefixes in HOOKED.items():
-        targets = [t for t in getattr(autoload, "TARGETS", ()) if t.startswith(prefixes)]
-        rows.append(
-            {
-                "name": name,
-                "version": installed[name],
-                "oldest": needed(name),
-                "newest_tested": TESTED[name],
-                "hooked": [t for t in targets if t in waiting],
-                "targets": len(targets),
-            }
-        )
-    return rows
+    """A row for each host: its version, and the oldest and newest one tested."""
+    found = versions(HOSTS)
+    return [
+        {
+            "name": name,
+            "version": found[name],
+            "oldest": needed(name),
+            "newest_tested": TESTED[name],
+        }
+        for name in HOSTS
+    ]
 
 
 def needed(name: str) -> str | None:
