@@ -37,14 +37,16 @@ from .model.remainders import sync_masters
 from .model.unconverted import warn_unconverted
 from .model.vector_groups import separate_vectors
 from .optim.adafactor import Adafactor
+from .optim.adagrad import Adagrad, RMSprop
 from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
 from .optim.attach import attach
 from .optim.exact_weights import exact_weights
+from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
 from .optim.replaced import refuse_replaced
 from .optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
-from .optim.sgd import SGD, Adagrad, Lion, RMSprop
+from .optim.sgd import SGD
 from .optim.train_mode import averaged, follow
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe

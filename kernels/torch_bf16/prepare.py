@@ -12,8 +12,8 @@ from torch import nn
 from .argument_checks import check_backend, check_module
 from .engine.wrappers import held_optimizers
 from .foreign.advice import refusal_of_holder
-from .foreign.conversion import Conversion, check_conversion, check_roles, check_same
 from .foreign.convert import convert
+from .foreign.convertible import Conversion, check_conversion, check_roles, check_same
 from .model.cast_modules import cast_recipes
 from .model.casting import cast_model, fp32_parameters
 from .optim.optimizer import BF16Optimizer

@@ -10,7 +10,7 @@ import torch
 from forked_scripts import call_in_fork
 
 import torch_bf16
-from torch_bf16.foreign.conversion import CONVERTIBLE
+from torch_bf16.foreign.convertible import CONVERTIBLE
 from torch_bf16.optim import subclass_listing
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_bf16.sharding import bare_name, is_flat
-from torch_bf16.sharding.zero import ZeroNames
+from torch_bf16.sharding.zero_redundancy import ZeroNames
 
 __all__ = ["ParameterNames"]
 

@@ -19,11 +19,11 @@ from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import WRAPPERS, Shard, register, shard_of
-from torch_bf16.sharding.zero import ZeroNames
+from torch_bf16.sharding.zero_redundancy import ZeroNames
 from torch_bf16.states.recoding import Changes, restored_remainders
 
 from .capabilities import Traits
-from .conversion import CONVERTIBLE, Conversion, check_conversion, check_roles
+from .convertible import CONVERTIBLE, Conversion, check_conversion, check_roles
 from .optimizer import ROLES
 
 __all__ = ["convert"]

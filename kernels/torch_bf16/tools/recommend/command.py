@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from torch_bf16.foreign.capabilities import check_steps_on_copies
-from torch_bf16.foreign.conversion import fused_class
+from torch_bf16.foreign.convertible import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from torch_bf16.gradients.clipping import clip_next_step
 from torch_bf16.optim.adam import AdamW
+from torch_bf16.optim.lion import Lion
 from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.sgd import SGD, Lion
+from torch_bf16.optim.sgd import SGD
 from torch_bf16.recipe import RECIPES, Recipe
 
 from .certificates import INT8_MOMENTS

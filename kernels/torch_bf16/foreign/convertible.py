@@ -11,15 +11,17 @@ from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.optim.adafactor import Adafactor
+from torch_bf16.optim.adagrad import Adagrad, RMSprop
 from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
+from torch_bf16.optim.lion import Lion
 from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
-from torch_bf16.optim.sgd import SGD, Adagrad, Lion, RMSprop
+from torch_bf16.optim.sgd import SGD
 from torch_bf16.optim.validation import check_group, check_options
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
-from torch_bf16.sharding.zero import is_zero
+from torch_bf16.sharding.zero_redundancy import is_zero
 
 from .advice import SCHEDULE_FREE, refusal_of_holder
 from .capabilities import check_steps_on_copies
