@@ -21,7 +21,8 @@ from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.overwritten import drop_remainders
-from torch_bf16.optim.planning import check_in_model, collect, keep_states, with_gradients
+from torch_bf16.optim.planning import collect, keep_states, with_gradients
+from torch_bf16.optim.replaced import check_in_model
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole

@@ -33,7 +33,8 @@ from . import exact_weights, shared_states
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, states_without_remainders
-from .planning import check_in_model, check_recipe, make_plan, with_gradients
+from .planning import check_recipe, make_plan, with_gradients
+from .replaced import check_in_model
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 from .variants import NONE, VARIANTS, check_variant
@@ -176,8 +177,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     ) -> Plan | None:
         """Step what has a gradient, and return the next plan; the caller switches grad mode off."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
-        if not fits:
-            parameters = with_gradients(parameters)
+        parameters = parameters if fits else with_gradients(parameters)
         devices = (each.device for each in parameters) if plan is None else plan.devices
         if capturing := cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None

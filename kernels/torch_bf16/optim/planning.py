@@ -17,7 +17,7 @@ from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
+from torch_bf16.errors import Label, prefix_errors
 from torch_bf16.model import cast_modules, remainders
 from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
@@ -27,10 +27,10 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
+from .replaced import check_replaced
 from .validation import (
     check_gradient,
     check_parameter,
-    check_replaced,
     check_separate,
     check_unchanged,
 )
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
 __all__ = [
-    "check_in_model",
     "check_recipe",
     "collect",
     "keep_states",
@@ -266,29 +265,6 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     current = {*map(id, every), *map(id, optimizer.state)}
     for parameter in [p for p in snapshots if id(p) not in current]:
         del snapshots[parameter]
-
-
-def check_in_model(optimizer: BF16Optimizer) -> None:
-    """Refuse a step without gradients if new parameters of the model have gradients instead.
-
-    Args:
-        optimizer: the optimizer; none of its parameters has a gradient.
-
-    Raises:
-        StateMismatchError: the model has new parameters, which the optimizer would not train.
-    """
-    model = optimizer._engine.model()
-    if model is None:
-        return
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = [*model.parameters()]
-    if own.isdisjoint(map(id, parameters)) and with_gradients(parameters):
-        raise StateMismatchError(
-            f"no parameter of this {type(optimizer).__name__} has a gradient, and none belongs to "
-            f"the {type(model).__name__} any more: its parameters were replaced, as fully_shard "
-            "does, and no step would train the new ones. Make the optimizer of the new ones, and "
-            f"call prepare() or convert() after fully_shard(). {UNTOUCHED}"
-        )
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:

@@ -1,19 +1,26 @@
-"""Refuses optimizers of parameters that their model has replaced."""
+"""Refuses optimizers of parameters that something else has replaced.
+
+:func:`refuse_replaced` compares an optimizer with its model before it is used; a step compares it
+when no parameter has a gradient (:func:`check_in_model`), and compares its groups with its states
+when it makes a plan (:func:`check_replaced`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torch_bf16.engine.wrappers import held_optimizers
-from torch_bf16.errors import StateMismatchError
-from torch_bf16.sharding import bare_name, is_dtensor, places
+from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError
+from torch_bf16.sharding import bare_name, gradients_of, is_dtensor, is_flat, places
 
-from .optimizer import BF16Optimizer
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
 
-__all__ = ["refuse_replaced"]
+__all__ = ["check_in_model", "check_replaced", "refuse_replaced"]
 
 
 def refuse_replaced(
@@ -48,6 +55,55 @@ def refuse_replaced(
                 "prepare it with the model, or add them by add_param_group; if another optimizer "
                 "trains them, prepare both in one call. Nothing was changed"
             )
+
+
+def check_in_model(optimizer: BF16Optimizer) -> None:
+    """Refuse a step without gradients if new parameters of the model have gradients instead.
+
+    Args:
+        optimizer: the optimizer; none of its parameters has a gradient.
+
+    Raises:
+        StateMismatchError: the model has new parameters, which the optimizer would not train.
+    """
+    model = optimizer._engine.model()
+    if model is None:
+        return
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [*model.parameters()]
+    has_gradients = any(each is not None for each in gradients_of(parameters))
+    if own.isdisjoint(map(id, parameters)) and has_gradients:
+        raise StateMismatchError(
+            f"no parameter of this {type(optimizer).__name__} has a gradient, and none belongs to "
+            f"the {type(model).__name__} any more: its parameters were replaced, as fully_shard "
+            "does, and no step would train the new ones. Make the optimizer of the new ones, and "
+            f"call prepare() or convert() after fully_shard(). {UNTOUCHED}"
+        )
+
+
+def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]) -> None:
+    """Refuse a new parameter in place of an old one whose state is still in the optimizer.
+
+    Args:
+        optimizer: the optimizer; only its groups and state are read.
+        labels: the parameters that are about to take a step, and their labels.
+
+    Raises:
+        StateMismatchError: one of these parameters seems to have replaced another.
+    """
+    current = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = (p for p in optimizer.state if id(p) not in current and isinstance(p, Tensor))
+    # Under DeepSpeed, groups hold one flat tensor at a time.
+    orphans = [p for p in known if not is_flat(p)]
+    states = optimizer.state
+    stateless = [label for each, label in labels.items() if not dict.get(states, each)]
+    if orphans and stateless:
+        raise StateMismatchError(
+            f"{stateless[0]()} has no optimizer state, while a parameter of shape "
+            f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
+            "after the first step. Put the old one back and write into it (p.copy_(...) under "
+            "torch.no_grad()), or drop the old state: del optimizer.state[old_parameter]"
+        )
 
 
 def _replaced(optimizer: BF16Optimizer) -> list[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
-from torch_bf16.sharding import Shard, is_flat, missing_memory, shard_of
+from torch_bf16.sharding import Shard, missing_memory, shard_of
 
 __all__ = [
     "FULLY_DECOUPLED",
@@ -25,7 +25,6 @@ __all__ = [
     "check_group",
     "check_options",
     "check_parameter",
-    "check_replaced",
     "check_separate",
     "check_unchanged",
     "resolve_peak_lr",
@@ -252,28 +251,3 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> N
                     "same memory, which a step would update twice. Tie them by giving both modules "
                     "one parameter: one.weight = other.weight"
                 )
-
-
-def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]) -> None:
-    """Refuse a new parameter in place of an old one whose state is still in the optimizer.
-
-    Args:
-        optimizer: the optimizer; only its groups and state are read.
-        labels: the parameters that are about to take a step, and their labels.
-
-    Raises:
-        StateMismatchError: one of these parameters seems to have replaced another.
-    """
-    current = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    known = (p for p in optimizer.state if id(p) not in current and isinstance(p, Tensor))
-    # Under DeepSpeed, groups hold one flat tensor at a time.
-    orphans = [p for p in known if not is_flat(p)]
-    states = optimizer.state
-    stateless = [label for each, label in labels.items() if not dict.get(states, each)]
-    if orphans and stateless:
-        raise StateMismatchError(
-            f"{stateless[0]()} has no optimizer state, while a parameter of shape "
-            f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
-            "after the first step. Put the old one back and write into it (p.copy_(...) under "
-            "torch.no_grad()), or drop the old state: del optimizer.state[old_parameter]"
-        )
