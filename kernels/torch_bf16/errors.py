@@ -17,6 +17,7 @@ __all__ = [
     "Label",
     "StateMismatchError",
     "check_torch",
+    "described",
     "first_line",
     "prefix_errors",
     "suffix_errors",
@@ -79,6 +80,11 @@ def first_line(error: BaseException, message: str | None = None) -> str:
     """
     text = str(error) if message is None else message
     return (text.strip().splitlines() or [type(error).__name__])[0]
+
+
+def described(error: BaseException) -> str:
+    """An error of other code for a message: its class, and 500 characters of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.errors import described
+
 __all__ = [
     "CONTRACT",
     "Training",
@@ -141,9 +143,7 @@ def training_of(text: str) -> Training:
         returned: Any = factory()
     # A user's code may raise anything, and a script's main function may end the process.
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{text}() failed: {type(error).__name__}: {error}. It must be {CONTRACT}"
-        ) from error
+        raise ValueError(f"{text}() failed: {described(error)}. It must be {CONTRACT}") from error
     is_sequence = isinstance(returned, (tuple, list))
     if not is_sequence or len(returned) not in (2, 3):
         found = f"{len(returned)} things" if is_sequence else type(returned).__name__
@@ -174,10 +174,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
             found = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     # A user's code may raise anything.
     except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} failed on a batch: {type(error).__name__}: "
-            f"{str(error).strip()[:300]}"
-        ) from error
+        raise ValueError(f"{type(model).__name__} failed on a batch: {described(error)}") from error
     loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", found)
     loss = loss[0] if isinstance(loss, tuple) and loss else loss
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -23,6 +23,7 @@ from torch_bf16.backends.host_scalars import HostScalars, evaluate
 from torch_bf16.backends.inputs import StepInputs
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.backends.subnormals import subnormals_kept
+from torch_bf16.errors import described
 
 from .digests import expected, key_of
 from .sums import wrong_sum
@@ -140,8 +141,7 @@ def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise _NotRun(reason) from error
+        raise _NotRun(described(error)) from error
 
 
 def is_lost(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_bf16.errors import first_line
+from torch_bf16.errors import described, first_line
 from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
@@ -269,7 +269,7 @@ def _load(path: Path) -> dict[str, Any]:
         page(found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not a record of this version of compare: {type(error).__name__}: {error}"
+            f"{path} is not a record of this version of compare: {described(error)}"
         ) from None
     return found
 

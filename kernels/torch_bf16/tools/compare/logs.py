@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from torch_bf16.errors import described
+
 __all__ = ["KINDS", "Logged", "logged_in"]
 
 KINDS = (
@@ -127,7 +129,7 @@ def _of_trainer(path: Path) -> list[Logged]:
         history = content["log_history"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not a trainer_state.json of transformers: {type(error).__name__}: {error}"
+            f"{path} is not a trainer_state.json of transformers: {described(error)}"
         ) from None
     found = Logged("", path)
     for entry in history if isinstance(history, list) else ():

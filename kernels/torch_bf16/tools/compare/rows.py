@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from torch_bf16.errors import described
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 from torch_bf16.tools.factory import class_and_options, import_name
@@ -63,7 +64,7 @@ class Choice:
             optimizer = self.make(parameters, **{"lr": lr, **self.options})
         # Another library's optimizer may raise anything.
         except Exception as error:
-            raise ValueError(f"{self.text} cannot be made: {_one_line(error)}") from error
+            raise ValueError(f"{self.text} cannot be made: {described(error)}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"{self.text} made a {type(optimizer).__name__}, not an optimizer")
         return optimizer
@@ -225,7 +226,3 @@ def set_rate(group: dict[str, Any], lr: float) -> None:
 def _to_bf16(value: Any) -> Any:
     floats = isinstance(value, Tensor) and value.is_floating_point()
     return value.bfloat16() if floats else value
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:300]}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torch_bf16.errors import described
 from torch_bf16.tools.machine import versions
 
 from .rows import Row
@@ -55,8 +56,7 @@ class Store:
             origin, run = content["of"], Run(**content["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is not a run of compare ({type(error).__name__}: {error}); delete it to "
-                "train it again"
+                f"{path} is not a run of compare ({described(error)}); delete it to train it again"
             ) from error
         self._check(path, origin, row)
         return run

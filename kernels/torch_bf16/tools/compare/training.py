@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from torch_bf16.errors import described
 from torch_bf16.tools.bench.memory import held_by_role
 from torch_bf16.tools.factory import loss_of
 
@@ -227,7 +228,7 @@ class OngoingRun:
         except Exception as error:
             raise ValueError(
                 f"{self.run.row}, seed {self._seed}: {self.run.options} fails in step {step}: "
-                f"{type(error).__name__}: {str(error).strip()[:300]}"
+                f"{described(error)}"
             ) from error
 
     def _next_batch(self) -> Any:

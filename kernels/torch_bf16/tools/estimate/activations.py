@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from torch_bf16.errors import described
 from torch_bf16.model.casting import cast_model
 
 from .live import LiveBytes
@@ -102,8 +103,8 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
             how = "traced without numbers (--device cpu or cuda takes a real step)"
             raise ValueError(
                 f"{type(model).__name__} took no step over a batch of {shapes} in "
-                f"{precision.name}{', ' + how if traced else ''}: {type(error).__name__}: "
-                f"{str(error).strip()[:300].rstrip('.')}{_for_tokens(batch, inputs)}"
+                f"{precision.name}{', ' + how if traced else ''}: "
+                f"{described(error).rstrip('.')}{_for_tokens(batch, inputs)}"
             ) from error
 
 

@@ -19,7 +19,7 @@ from .report import row, show
 from .shapes import ModelShapes
 from .sharded import traffic
 from .sources import KINDS, model_shapes
-from .zero_redundancy import zero_rows
+from .zero import zero_rows
 
 __all__ = ["add_estimate_arguments", "estimate"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_bf16 import rules
-from torch_bf16.optim import adafactor, adam, muon, schedule_free, sgd
+from torch_bf16.optim import adafactor, adagrad, adam, lion, muon, schedule_free, sgd
 from torch_bf16.rules import Rule
 from torch_bf16.tools.factory import class_and_options
 
@@ -22,7 +22,7 @@ __all__ = ["OPTIMIZERS", "PLAIN", "OptimizerSpec", "measure_spec", "optimizer_sp
 
 _CLASSES = (
     *(adam.AdamW, adam.Adam, adam.NAdam, adam.RAdam, adam.ADOPT),
-    *(sgd.SGD, sgd.Lion, sgd.RMSprop, sgd.Adagrad),
+    *(sgd.SGD, lion.Lion, adagrad.RMSprop, adagrad.Adagrad),
     *(schedule_free.AdamWScheduleFree, schedule_free.SGDScheduleFree),
     *(muon.Muon, adafactor.Adafactor),
 )

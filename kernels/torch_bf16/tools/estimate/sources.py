@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bf16.errors import described
 from torch_bf16.tools.factory import import_name, is_factory
 from torch_bf16.tools.weights import open_checkpoint
 
@@ -129,7 +130,7 @@ def _build(path: Path, content: dict[str, Any]) -> nn.Module:
     except Exception as error:
         raise ValueError(
             f"transformers {transformers.__version__} builds no model from {path}: "
-            f"{type(error).__name__}: {str(error).strip()[:300]}"
+            f"{described(error)}"
         ) from error
 
 
@@ -155,7 +156,7 @@ def _of_factory(text: str) -> ModelShapes:
         except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{text}() failed on the meta device, which has shapes and no numbers: "
-                f"{type(error).__name__}: {error}. It is called without arguments, and must make "
+                f"{described(error)}. It is called without arguments, and must make "
                 "a model without reading weights or numbers of its tensors"
             ) from error
     # Factories for recommend and compare return the model first.

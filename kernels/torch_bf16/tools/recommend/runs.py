@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from torch_bf16.errors import described
 from torch_bf16.tools.factory import CONTRACT, Training, is_factory, loss_of, training_of
 
 from .observation import Observation, Observer
@@ -100,8 +101,8 @@ def _of_factory(
             # A user's optimizer may raise anything.
             except Exception as error:
                 raise ValueError(
-                    f"{text}: {type(optimizer).__name__} took no step: {type(error).__name__}: "
-                    f"{str(error).strip()[:300]}. It must work with step() after backward()"
+                    f"{text}: {type(optimizer).__name__} took no step: {described(error)}. "
+                    f"It must work with step() after backward()"
                 ) from error
     return observer.found
 
@@ -120,8 +121,7 @@ def _of_script(
         except Exception as error:
             taken = max(observer.found.steps, default=0)
             raise ValueError(
-                f"{path} failed after {taken} steps, {_where(error, path)}: "
-                f"{type(error).__name__}: {str(error).strip()[:500]}"
+                f"{path} failed after {taken} steps, {_where(error, path)}: {described(error)}"
             ) from error
     taken = max(observer.found.steps, default=0)
     # The script may end after fewer steps than were asked for.

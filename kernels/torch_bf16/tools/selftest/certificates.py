@@ -22,6 +22,7 @@ import torch
 from torch_bf16 import rules
 from torch_bf16.backends import Variant, choose
 from torch_bf16.backends.certificates import fault_of, is_lost
+from torch_bf16.errors import described
 from torch_bf16.recipe import RECIPES, Recipe
 
 __all__ = ["INT8_MOMENTS", "Certificate", "certify", "fresh_verdicts", "variants_for"]
@@ -208,5 +209,5 @@ def _trial(variant: Variant) -> tuple[str | None, float]:
     try:
         fault = fault_of(choose(variant.device), variant)
     except Exception as error:
-        fault = f"{type(error).__name__}: {error}"
+        fault = described(error)
     return fault, time.perf_counter() - start

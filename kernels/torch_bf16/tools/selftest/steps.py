@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.errors import described
 from torch_bf16.gradients.clipping import clip_next_step
 from torch_bf16.optim.adam import AdamW
 from torch_bf16.optim.lion import Lion
@@ -78,7 +79,7 @@ def run(name: str, check: Check, device: torch.device) -> Outcome:
     except NotHere as reason:
         skipped = str(reason)
     except Exception as error:
-        fault = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        fault = described(error)
     return Outcome(name, fault, skipped, time.perf_counter() - start)
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from torch_bf16.errors import CheckpointError
+from torch_bf16.errors import CheckpointError, described
 
 from .dcp_folder import read_dcp
 from .safetensors_file import read_safetensors
@@ -111,7 +111,7 @@ def _read_index(path: Path) -> Saved:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not an index of a checkpoint, which names a file for each tensor under "
-            f"'weight_map': {type(error).__name__}: {error}"
+            f"'weight_map': {described(error)}"
         ) from None
     if missing := [each.name for each in files if not each.exists()]:
         raise CheckpointError(
