@@ -65,3 +65,13 @@ def test_modules_that_are_sharded_together_are_one_group(mesh):
     fully_shard([module[0], module[1]], mesh=mesh)
     with pytest.raises(ValueError, match=r"'0.weight' in torch.bfloat16 and '1.0.weight'"):
         cast_model(module)
+
+
+def test_a_model_with_kept_modules_is_cast_again_and_made_fp32_again(mesh):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for each in (*module, module):
+        fully_shard(each, mesh=mesh)
+    for _ in range(2):
+        cast_model(module, Recipe("own", keep_fp32=("1",)))
+        assert dtypes(module) == [{BF16}, {FP32}]
+    assert dtypes(module.float()) == [{FP32}, {FP32}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "cast_recipe",
     "cast_recipes",
     "is_of_cast_model",
+    "kept_weights",
     "name_in_cast_model",
     "note",
     "recast_weights",
@@ -32,12 +33,14 @@ class _Cast(NamedTuple):
         cast_by: the recipe that cast its fp32 parameters; None if they were bf16 before.
         stored_by: the latest recipe by which its bf16 parameters, cast or not, are stored.
         cast: the names in the module of the parameters that were cast.
+        kept: those of the parameters that ``keep_fp32`` of a recipe named, or the model itself.
     """
 
     name: str = ""
     cast_by: Recipe | None = None
     stored_by: Recipe | None = None
     cast: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
 
 # By module: torch does not convert a sharded parameter that has a weak reference. By identity:
@@ -46,7 +49,11 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note(
-    model: nn.Module, recipe: Recipe, to_bf16: Container[int], in_bf16: Container[int]
+    model: nn.Module,
+    recipe: Recipe,
+    to_bf16: Container[int],
+    in_bf16: Container[int],
+    asked: Container[int],
 ) -> None:
     """Remember a model whose parameters are stored by a recipe from now on.
 
@@ -56,6 +63,7 @@ def note(
         to_bf16: ids of the parameters that are cast.
         in_bf16: ids of the parameters that are bf16 already. They follow the recipe like the
             others: fp32 weights that are loaded later may then have masters.
+        asked: ids of the parameters that the recipe, or the model itself, keeps in fp32.
     """
     for name, sub in model.named_modules():
         own = {key: id(p) for key, p in sub.named_parameters(recurse=False)}
@@ -68,6 +76,7 @@ def note(
             recipe if cast else before.cast_by,
             recipe if stored else before.stored_by,
             before.cast | cast,
+            before.kept | {key for key, each in own.items() if each in asked},
         )
 
 
@@ -128,7 +137,16 @@ def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
 
 def recast_weights() -> Iterator[nn.Parameter]:
     """The weights that ``cast_model`` has cast to bf16 and that something has made fp32 again."""
+    return _fp32_weights(lambda known: known.cast)
+
+
+def kept_weights() -> Iterator[nn.Parameter]:
+    """The fp32 weights that ``keep_fp32`` of a recipe has named, or their model itself."""
+    return _fp32_weights(lambda known: known.kept)
+
+
+def _fp32_weights(names: Callable[[_Cast], Container[str]]) -> Iterator[nn.Parameter]:
     for sub, known in list(_known.items()):
         for name, p in sub.named_parameters(recurse=False):
-            if name in known.cast and p.dtype == torch.float32:
+            if p.dtype == torch.float32 and name in names(known):
                 yield p

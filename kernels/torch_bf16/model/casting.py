@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.model import remainders
@@ -40,10 +39,7 @@ from .nested_tensors import map_arguments
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
-__all__ = ["cast_model", "fp32_parameters", "is_kept_fp32"]
-
-_kept_fp32: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that ``keep_fp32`` of a recipe named, or their model itself."""
+__all__ = ["cast_model", "fp32_parameters"]
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -136,12 +132,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             bits_of[id(t)] = bits
         return weight
 
-    cast_modules.note(model, recipe, to_bf16, in_bf16)
+    cast_modules.note(model, recipe, to_bf16, in_bf16, {id(p) for p in asked})
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
     model._apply(cast)
-    # Not before: torch does not convert a sharded parameter that has a weak reference.
-    _kept_fp32.update((p, True) for p in asked)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
     remainders.remember(model, bits_of)
@@ -265,11 +259,6 @@ def _is_plain(parameter: Tensor) -> bool:
 
 def _is_narrow(parameter: Tensor) -> bool:
     return _is_plain(parameter) and parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-def is_kept_fp32(parameter: Tensor) -> bool:
-    """Whether a recipe's ``keep_fp32``, or the model itself, named this parameter or its module."""
-    return parameter in _kept_fp32
 
 
 def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:

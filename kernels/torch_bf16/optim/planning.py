@@ -19,7 +19,6 @@ from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, prefix_errors
 from torch_bf16.model import cast_modules, remainders
-from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
@@ -307,7 +306,8 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             "torch_bf16.prepare(model, optimizer, recipe) does"
         )
     parameters = [each.parameter for each in matrices if id(each.parameter) not in made_fp32]
-    if parameters and all(p.dtype == torch.float32 and not is_kept_fp32(p) for p in parameters):
+    kept = {id(p) for p in cast_modules.kept_weights()} if fp32 else ()
+    if parameters and all(p.dtype == torch.float32 and id(p) not in kept for p in parameters):
         _logger.warning(
             "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
             "torch_bf16.cast_model(model, %r) before the first step",
