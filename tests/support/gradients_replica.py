@@ -124,6 +124,25 @@ def run_join(rank, ranks):
             optimizer.zero_grad()
 
 
+def run_two_optimizers(rank, ranks):
+    """One of two optimizers returns to torch's sums, then the other."""
+    bare = Model()
+    model = DistributedDataParallel(bare)
+    optimizers = [torch_bf16.SGD([named], lr=0.1) for named in bare.named_parameters()]
+    handles = [torch_bf16.accumulate_gradients(model, each, "fp32") for each in optimizers]
+    gradients = {name: torch.full(p.shape, rank + 2.0**-9) for name, p in bare.named_parameters()}
+    mean = torch.tensor((ranks - 1) / 2 + 2.0**-9)
+    for removed in range(3):
+        for handle in handles[:removed]:
+            handle.remove()
+        model(gradients).backward()
+        found = [p.grad.dtype for p in bare.parameters()]
+        assert found == [torch.bfloat16] * removed + [torch.float32] * (2 - removed)
+        for p in bare.parameters():
+            torch.testing.assert_close(p.grad, mean.to(p.grad.dtype).expand_as(p.grad))
+        model.zero_grad()
+
+
 class Nested(torch.nn.Module):
     """Sharded in two groups: the inner model, and a parameter of its own."""
 
@@ -298,6 +317,7 @@ CASES = {
     "ddp-fp32-reduced-every-time": lambda rank, ranks: run_ddp(rank, ranks, "fp32", False, True),
     "ddp-fp32-unused": run_unused,
     "ddp-fp32-join": run_join,
+    "ddp-fp32-two-optimizers": run_two_optimizers,
     "ddp-bf16_stochastic": lambda rank, ranks: run_ddp(
         rank, ranks, "bf16_stochastic", False, False
     ),

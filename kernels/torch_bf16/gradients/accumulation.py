@@ -164,7 +164,7 @@ class GradientAccumulation:
             _check_dtypes(sharded, format)
             try:
                 if model is not None and format == "fp32":
-                    self._reduction = Fp32Reduction.of(model)
+                    self._reduction = Fp32Reduction.of(model, self)
                 self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for unit in sharded:
@@ -189,7 +189,7 @@ class GradientAccumulation:
             hook.remove()
         self._hooks.clear()
         if self._reduction is not None:
-            self._reduction.remove()
+            self._reduction.remove(self)
         self._unhook([*self._hooked])
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine.accumulation is self:

@@ -67,11 +67,15 @@ class Fp32Reduction:
         self._group: Any = module.process_group
         self._parameters = set(module.parameters())
         self._passes = Passes(_Kept, _Kept.put_back)
-        self._active = False
+        self._users: set[Any] = set()
 
     @classmethod
-    def of(cls, model: nn.Module) -> Fp32Reduction | None:
+    def of(cls, model: nn.Module, user: Any) -> Fp32Reduction | None:
         """The reduction of the DDP module in ``model``, or None if there is no such module.
+
+        Args:
+            model: the model.
+            user: needs it until it is given to :meth:`remove`; DDP reduces if nothing does.
 
         Raises:
             ValueError: an option or a communication hook of the module prevents it.
@@ -103,7 +107,7 @@ class Fp32Reduction:
             reduction = cls(module)
             module.register_comm_hook(None, reduction._reduce)
             module._torch_bf16_reduction = reduction  # pyright: ignore
-        reduction._active = True
+        reduction._users.add(user)
         return reduction
 
     def hook(self, parameter: Tensor) -> list[Any]:
@@ -112,9 +116,9 @@ class Fp32Reduction:
             return []
         return [parameter.register_post_accumulate_grad_hook(self._keep)]
 
-    def remove(self) -> None:
-        """Leave the reduction to DDP, in the parameters' dtype."""
-        self._active = False
+    def remove(self, user: Any) -> None:
+        """Leave the reduction to DDP, in the parameters' dtype, unless another user is left."""
+        self._users.discard(user)
 
     def _keep(self, parameter: Any) -> None:
         running = self._passes.current()
@@ -131,7 +135,7 @@ class Fp32Reduction:
     def _reduce(self, _, bucket):
         """DDP's communication hook: the mean over all ranks, in fp32."""
         size, buffer = dist.get_world_size(self._group), bucket.buffer()
-        if not self._active or buffer.dtype != torch.bfloat16:
+        if not self._users or buffer.dtype != torch.bfloat16:
             return all_reduce_mean(buffer, self._group)
         for parameter in bucket.parameters():
             # A pass within this one, as under reentrant checkpointing, has put it back already.
