@@ -89,15 +89,50 @@ def test_the_noise_of_a_sum_is_that_of_the_optimizer_that_has_the_parameter():
     assert torch.equal(sums[1], sums[3])
 
 
-def test_a_parameter_that_left_is_not_kept_alive():
-    left = parameter()
-    optimizer = sgd([{"params": [parameter()]}, {"params": [left]}], "bf16_stochastic")
+@pytest.mark.parametrize("accumulate", ["bf16_stochastic", pytest.param("fp32", marks=fp32)])
+@pytest.mark.parametrize("watched", [False, True], ids=["gathered", "alone"])
+def test_a_parameter_that_left_is_not_kept_alive(accumulate, watched):
+    stays, left = parameter(), parameter()
+    optimizer = sgd([{"params": [stays]}, {"params": [left]}], accumulate)
+    if watched:
+        # Something may read the sum, so that it does not wait for others.
+        left.register_post_accumulate_grad_hook(lambda _: None)
+    for _ in range(2):
+        add(left, torch.ones((), dtype=BF16))
     reference = weakref.ref(left)
-    del optimizer.param_groups[1], left
-    add(optimizer.param_groups[0]["params"][0], torch.ones((), dtype=BF16))
+    optimizer.step()
+    del optimizer.param_groups[1], optimizer.state[left], left
+    add(stays, torch.ones((), dtype=BF16))
     optimizer.step()
     gc.collect()
     assert reference() is None
+
+
+class Call(torch.autograd.Function):
+    """A function that is called when the backward pass comes by."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return None, gradient
+
+
+def test_a_parameter_that_leaves_while_its_gradient_waits_keeps_its_sum():
+    last, stays, left = parameter(), parameter(), parameter()
+    optimizer = sgd([{"params": [last, stays]}, {"params": [left]}], "bf16_stochastic")
+
+    def leave():
+        del optimizer.param_groups[1:]
+        optimizer.step()
+
+    for function in (lambda: None, leave):
+        (Call.apply(function, last) + stays + left).sum().backward()
+    assert all(each.grad.eq(2).all() for each in (last, stays, left))
 
 
 def sum_beside_another_optimizer(accumulate):

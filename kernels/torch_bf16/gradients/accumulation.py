@@ -151,9 +151,7 @@ class GradientAccumulation:
         # Parameters with their hooks; by id, because it takes torch a microsecond to hash a tensor.
         self._hooked: dict[int, tuple[Any, list[Any]]] = {}
         self._passes = Passes(_Pass, self._finish)
-        self._gathering = Gathering(self._add_all)
-        # Groups of one parameter each, whose sums must not wait for others.
-        self._alone: dict[Tensor, Group] = {}
+        self._make_groups()
         # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
         self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
@@ -205,12 +203,20 @@ class GradientAccumulation:
                 self._hooked[key] = parameter, self._hook(parameter)
                 _accumulations[key] = self
 
+    def _make_groups(self) -> None:
+        self._gathering = Gathering(self._add_all)
+        # Groups of one parameter each, whose sums must not wait for others.
+        self._alone: dict[Tensor, Group] = {}
+
     def _unhook_strangers(self) -> dict[int, Any]:
         """Unhook parameters that are in no group any more; returns those in groups, by id."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         in_groups = {id(p): p for group in groups for p in group["params"]}
-        self._unhook(self._hooked.keys() - in_groups.keys())
+        if strangers := self._hooked.keys() - in_groups.keys():
+            self._unhook(strangers)
+            # The old groups keep their members alive.
+            self._make_groups()
         return in_groups
 
     def _unhook(self, keys: Iterable[int]) -> None:

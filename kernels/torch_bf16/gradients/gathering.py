@@ -112,7 +112,8 @@ class Gathering:
             waiting.total -= waiting.sizes.pop(group)
             del waiting.streams[group]
             for number in payloads:
-                del self._waiting[id(group.members[number])]
+                # Of an earlier gathering, if parameters have left their optimizer within this pass.
+                self._waiting.pop(id(group.members[number]), None)
             self._take(group, payloads)
 
     def finish(self, waiting: Waiting) -> None:
