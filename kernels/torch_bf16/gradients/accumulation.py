@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,15 +34,12 @@ from torch_bf16.sharding import (
 
 from .backward import Passes
 from .gathering import Gathering, Group, Waiting
+from .hooked_parameters import HookedParameters, summed
 from .reduction import DdpReader, Fp32Reduction
 from .step_numbers import StepNumbers
 from .sums import Addition, add_all
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
-
-# By id: a weak reference would keep torch.utils.swap_tensors from exchanging the parameter.
-_accumulations: WeakValueDictionary[int, GradientAccumulation] = WeakValueDictionary()
-"""The accumulation that sums a parameter's gradients: the last one that has hooked it."""
 
 
 def accumulate_gradients(
@@ -148,10 +144,10 @@ class GradientAccumulation:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
-        # Parameters with their hooks; by id, because it takes torch a microsecond to hash a tensor.
-        self._hooked: dict[int, tuple[Any, list[Any]]] = {}
+        # A conversion would lose the dtype of fp32 sums.
+        self._hooked = HookedParameters(optimizer, self, summed, convertible=format != "fp32")
         self._passes = Passes(_Pass, self._finish)
-        self._make_groups()
+        self.make_groups()
         # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
         self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
@@ -166,7 +162,7 @@ class GradientAccumulation:
                 self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for unit in sharded:
-                    take = functools.partial(self._take_all, unit.parameters)
+                    take = functools.partial(self._take_all, [*map(id, unit.parameters)])
                     self._hooks.append(before_backward_of(unit, take))
                 self.hook_parameters()
             except Exception:
@@ -188,53 +184,30 @@ class GradientAccumulation:
         self._hooks.clear()
         if self._reduction is not None:
             self._reduction.remove(self)
-        self._unhook([*self._hooked])
+        self._hooked.drop(self._hooked.by_id)
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine.accumulation is self:
             optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
-        """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook."""
-        for key, parameter in self._unhook_strangers().items():
-            if key not in self._hooked and parameter.requires_grad:
-                if (other := _accumulations.get(key)) is not None:
-                    # Its optimizer may have given the parameter away since its last step.
-                    other._unhook_strangers()
-                self._hooked[key] = parameter, self._hook(parameter)
-                _accumulations[key] = self
+        """Hook the parameters that are new, or no longer frozen."""
+        self._hooked.update()
 
-    def _make_groups(self) -> None:
+    def unhooked(self, parameter: Any) -> None:
+        """Leave the sum of a parameter to torch again."""
+        if self.format == "fp32":
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype)
+
+    def make_groups(self) -> None:
+        """Forget which gradients are added together."""
         self._gathering = Gathering(self._add_all)
         # Groups of one parameter each, whose sums must not wait for others.
         self._alone: dict[Tensor, Group] = {}
 
-    def _unhook_strangers(self) -> dict[int, Any]:
-        """Unhook parameters that are in no group any more; returns those in groups, by id."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        in_groups = {id(p): p for group in groups for p in group["params"]}
-        if strangers := self._hooked.keys() - in_groups.keys():
-            self._unhook(strangers)
-            # The old groups keep their members alive.
-            self._make_groups()
-        return in_groups
-
-    def _unhook(self, keys: Iterable[int]) -> None:
-        """Leave the sums of these parameters, by id, to torch again."""
-        for key in keys:
-            parameter, hooks = self._hooked.pop(key)
-            for hook in hooks:
-                hook.remove()
-            if _accumulations.get(key) is not self:
-                continue  # another accumulation sums it by now
-            del _accumulations[key]
-            if self.format == "fp32":
-                gradient, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = parameter.dtype
-                if gradient is not None:
-                    parameter.grad = gradient.to(parameter.dtype)
-
-    def _hook(self, parameter: Tensor) -> list[Any]:
+    def hook(self, parameter: Any) -> list[Any]:
         """Sum a parameter's gradients here from now on; returns the hooks' handles."""
         sharded = shard_of(parameter).replaces_parameter
         if self.format == "fp32":
@@ -254,23 +227,24 @@ class GradientAccumulation:
         else:
             hooks = []
         # FSDP2's sharded parameters never call their tensor hook, hence the hooks on units.
-        reference = weakref.ref(parameter)
+        key = id(parameter)
         return [
             *hooks,
-            parameter.register_hook(lambda _: self._take_all([reference()])),
+            parameter.register_hook(lambda _: self._take_all([key])),
             parameter.register_post_accumulate_grad_hook(self._merge),
         ]
 
-    def _take_all(self, parameters: list[Any]) -> None:
-        """Take sums out of ``p.grad``, so that autograd does not add the next gradient to them."""
-        for parameter in parameters:
+    def _take_all(self, keys: list[int]) -> None:
+        """Take sums, by id, out of ``p.grad``: autograd must not add the next gradient to them."""
+        for key in keys:
             # FSDP2's units also hold other optimizers' parameters, and a graph may outlive a hook.
-            if id(parameter) not in self._hooked:
+            parameter = self._hooked.by_id.get(key)
+            if parameter is None or parameter.grad is None:
                 continue
-            if parameter.grad is not None and parameter.dtype == torch.bfloat16:
+            if parameter.dtype == torch.bfloat16:
                 running = self._passes.current()
                 if running is not None:
-                    running.aside[id(parameter)] = parameter, parameter.grad
+                    running.aside[key] = parameter, parameter.grad
                     parameter.grad = None
 
     def _merge(self, parameter: Any) -> None:
@@ -290,7 +264,7 @@ class GradientAccumulation:
             if self.format == "fp32":
                 parameter.grad = new.float()
             return
-        if not self._hooked or new.requires_grad or not _alike(new, total, parameter):
+        if not self._hooked.by_id or new.requires_grad or not _alike(new, total, parameter):
             parameter.grad = total + new
             return
         parameter.grad = total

@@ -1,4 +1,4 @@
-"""Backward passes: work that each leaves to its end, and steps taken within it."""
+"""Backward passes, and work that each leaves to its end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Passes", "at_end_of_backward", "released"]
+__all__ = ["Passes", "at_end_of_backward"]
 
 _T = TypeVar("_T")
-
-released: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The parameters whose gradients are freed within the backward pass, each with a weak reference to
-the object that takes its step."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending
 from torch_bf16.sharding import gradients_of, local
 
-from .backward import released
+from .hooked_parameters import released
 from .norm import clip_coefficient, norm_over_ranks, norms_of
 
 __all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "total_norm"]
@@ -69,7 +69,7 @@ def _norm(parameters: Sequence[Tensor]) -> Tensor:
     norms = norms_of(parameters)
     if norms:
         return norm_over_ranks(norms)
-    if any(parameter in released for parameter in parameters):
+    if any(id(parameter) in released for parameter in parameters):
         raise NotImplementedError(
             "total_norm: the gradients were released inside backward(), so that nothing is left to "
             "clip. Clip with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "

@@ -19,7 +19,7 @@ from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import any_flattened
 
-from .backward import released
+from .hooked_parameters import released
 from .release_options import ReleaseOptions, check_release
 from .released_steps import ReleasedSteps
 
@@ -145,8 +145,7 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
 
 def _released_by_another(parameters: list[Any]) -> bool:
     """Whether another live optimizer releases any of these; releases of dead ones are removed."""
-    references = [released[each] for each in parameters if each in released]
-    handles = {handle for reference in references if (handle := reference()) is not None}
+    handles = {hooks.owner for p in parameters if (hooks := released.get(id(p))) is not None}
     abandoned = {handle for handle in handles if handle.abandoned}
     for handle in abandoned:
         handle.remove()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .backward import released
+from .hooked_parameters import released
 from .reduce_scatter import all_reduce_mean
 
 __all__ = ["Bucket", "announce", "announce_buckets", "hook_holder"]
@@ -64,10 +64,8 @@ def announce(bucket: Any, future: Any) -> Any:
     """
     by_release: dict[Any, Bucket] = {}
     for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        reference = released.get(parameter)
-        release = None if reference is None else reference()
-        if release is not None:
-            by_release.setdefault(release, Bucket(bucket, future)).add(parameter, view)
+        if (hooks := released.get(id(parameter))) is not None:
+            by_release.setdefault(hooks.owner, Bucket(bucket, future)).add(parameter, view)
     for release, released_bucket in by_release.items():
         release.reduced(released_bucket)
     return future

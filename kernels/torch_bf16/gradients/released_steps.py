@@ -17,8 +17,9 @@ from torch_bf16.engine.engine import Engine
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
-from .backward import Passes, released
+from .backward import Passes
 from .gathering import Gathering, Group, Waiting
+from .hooked_parameters import HookedParameters, released
 from .norm import clip_coefficient, norm_over_ranks, norms_of
 from .release_options import ReleaseOptions
 from .released_buckets import Bucket, announce_buckets
@@ -56,7 +57,8 @@ class ReleasedSteps:
         self.by_last_step = options.max_norm is not None and options.norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
         self._passes = Passes(_Pass, self._end)
-        self._make_groups()
+        self._hooked = HookedParameters(optimizer, self, released, convertible=True)
+        self.make_groups()
         # By id of the parameter; the hooks keep the parameters alive.
         self._order: dict[int, int] = {}
         self._exchanged: set[int] = set()
@@ -71,7 +73,6 @@ class ReleasedSteps:
         self._norms: dict[Any, list[Tensor]] = defaultdict(list)
         # One object for all parameters of a step: comparing it with itself costs nothing.
         self._setting: Any = None
-        self._hooks: dict[Tensor, Any] = {}
         self._module_hook: Any = None
         if model is not None:
             for each in model.modules():
@@ -98,7 +99,7 @@ class ReleasedSteps:
         """Return to ordinary steps, after ``backward()``."""
         if self._module_hook is not None:
             self._module_hook.remove()
-        self._unhook([*self._hooks])
+        self._hooked.drop(self._hooked.by_id)
         engine = self._engine
         if engine.release is self:
             engine.release, engine.release_options, engine.last_norm = None, False, None
@@ -143,18 +144,18 @@ class ReleasedSteps:
         return self._arrived.get(id(parameter), 0) + 1 >= self._options.accumulation_steps
 
     def hook_parameters(self, *, anew: bool = False) -> None:
-        """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
+        """Hook the parameters that are new, or no longer frozen.
 
         Args:
             anew: hook all again, behind hooks that were registered meanwhile.
         """
         optimizer: Any = self._optimizer()
         if anew:
-            self._unhook([*self._hooks])
+            self._hooked.drop(self._hooked.by_id)
         elif optimizer._engine.accumulation is not None:
             # Its hooks come first, because steps need the sums.
             optimizer._engine.accumulation.hook_parameters()
-        in_groups = self._unhook_strangers()
+        self._order = {key: number for number, key in enumerate(self._hooked.update())}
         # Not gathered: ranks exchange something in their steps, and might group them differently.
         self._exchanged = {
             id(p)
@@ -163,12 +164,13 @@ class ReleasedSteps:
             for p in group["params"]
             if shard_of(p).sharded
         }
-        reference = weakref.ref(self)
-        for parameter in in_groups:
-            if parameter.requires_grad and parameter not in self._hooks:
-                released[parameter] = reference
-                hook = parameter.register_post_accumulate_grad_hook(self._arrive)
-                self._hooks[parameter] = hook
+
+    def hook(self, parameter: Tensor) -> list[Any]:
+        """Take a parameter's steps within the backward pass; returns the hook's handle."""
+        return [parameter.register_post_accumulate_grad_hook(self._arrive)]
+
+    def unhooked(self, parameter: Tensor) -> None:
+        """Nothing is left on a parameter but its hook."""
 
     def reduced(self, bucket: Bucket) -> None:
         """Take the steps of buckets whose reduction is over, and queue a new bucket.
@@ -187,27 +189,12 @@ class ReleasedSteps:
             # DDP has copied the gradient.
             parameter.grad = None
 
-    def _make_groups(self) -> None:
+    def make_groups(self) -> None:
+        """Forget which steps are taken together."""
         self._gathering = Gathering(self._take)
         self._alone: dict[Tensor, Group] = {}
         self._buckets: dict[tuple[int, ...], Group] = {}
         self._left = Group()
-
-    def _unhook_strangers(self) -> list[Tensor]:
-        """Unhook parameters that are in no group any more; returns those in groups, in order."""
-        optimizer: Any = self._optimizer()
-        in_groups = [p for group in optimizer.param_groups for p in group["params"]]
-        self._order = {id(parameter): number for number, parameter in enumerate(in_groups)}
-        if strangers := [each for each in self._hooks if id(each) not in self._order]:
-            self._unhook(strangers)
-            # The old groups keep their members alive.
-            self._make_groups()
-        return in_groups
-
-    def _unhook(self, parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            self._hooks.pop(parameter).remove()
-            released.pop(parameter, None)
 
     def _look_around(self, *_: Any) -> None:
         # In case DDP has wrapped the model after the release.
@@ -245,7 +232,8 @@ class ReleasedSteps:
             self.remove()
             return
         if not self._arrived:
-            self._unhook_strangers()
+            in_groups = self._hooked.drop_strangers()
+            self._order = {key: number for number, key in enumerate(in_groups)}
         if id(parameter) not in self._order:
             return
         stepped = id(parameter) in self._stepped
@@ -290,7 +278,7 @@ class ReleasedSteps:
         for parameter in running.emptied:
             parameter.grad = None
         if self._options.accumulation_steps > 1:
-            for parameter in self._hooks:
+            for parameter in self._hooked.by_id.values():
                 if parameter.grad is not None:
                     self._sums[id(parameter)] = TensorWeakRef(parameter.grad)
 

@@ -1,0 +1,84 @@
+"""Hooks on the parameters of an optimizer, which come and go with its groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch_bf16.sharding import is_dtensor, places
+
+__all__ = ["HookedParameters", "released", "summed"]
+
+# By id of the parameter: torch converts no sharded parameter that has a weak reference.
+summed: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
+"""The parameters whose gradients are summed in a format, each with the hooks that do so."""
+released: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
+"""The parameters that are stepped within the backward pass, each with the hooks that do so."""
+
+
+class HookedParameters:
+    """The parameters of an optimizer that have hooks, which keep them alive.
+
+    Args:
+        optimizer: not kept alive.
+        owner: has ``hook(parameter)``, which registers hooks and returns their handles,
+            ``unhooked(parameter)``, called when no optimizer has hooks on it any more, and
+            ``make_groups()``, called when parameters have left this one.
+        registry: :data:`summed` or :data:`released`.
+        convertible: whether hooks that outlast a conversion of the parameter still work then.
+
+    Attributes:
+        owner: see above.
+        by_id: the hooked parameters, because it takes torch a microsecond to hash a tensor.
+    """
+
+    def __init__(self, optimizer: Any, owner: Any, registry: Any, *, convertible: bool) -> None:
+        self.owner = owner
+        self.by_id: dict[int, Any] = {}
+        self._optimizer = weakref.ref(optimizer)
+        self._registry = registry
+        self._convertible = convertible
+        self._hooks: dict[int, tuple[list[Any], weakref.ref[Any] | None]] = {}
+
+    def update(self) -> dict[int, Any]:
+        """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
+
+        Returns:
+            All parameters in groups, in order, by id.
+        """
+        in_groups = self.drop_strangers()
+        new = {k: p for k, p in in_groups.items() if k not in self.by_id and p.requires_grad}
+        # torch converts a sharded parameter by swap_tensors, which loses all hooks but those that
+        # FSDP2 calls itself. A weak reference makes it refuse.
+        lasts = self._convertible and any(map(is_dtensor, new.values()))
+        lasting = {id(parameter) for parameter, *_ in places()} if lasts else ()
+        for key, parameter in new.items():
+            if (other := self._registry.get(key)) is not None:
+                # Its optimizer may have given the parameter away since its last step.
+                other.drop_strangers()
+            guard = None if key in lasting else weakref.ref(parameter)
+            self._hooks[key] = self.owner.hook(parameter), guard
+            self.by_id[key], self._registry[key] = parameter, self
+        return in_groups
+
+    def drop_strangers(self) -> dict[int, Any]:
+        """Unhook parameters that are in no group any more; returns those in groups, as above."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        in_groups = {id(p): p for group in groups for p in group["params"]}
+        if strangers := self.by_id.keys() - in_groups.keys():
+            self.drop(strangers)
+            self.owner.make_groups()
+        return in_groups
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Unhook parameters, by id."""
+        for key in [*keys]:
+            parameter, (hooks, _) = self.by_id.pop(key), self._hooks.pop(key)
+            for hook in hooks:
+                hook.remove()
+            if self._registry.get(key) is self:
+                del self._registry[key]
+                self.owner.unhooked(parameter)

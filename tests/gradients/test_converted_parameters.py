@@ -1,0 +1,82 @@
+"""Models that are converted while their gradients are summed in a format, or released."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+STOCHASTIC = {"recipe": Recipe("own", accumulate="bf16_stochastic")}
+RELEASED = {"release": {"max_norm": None}}
+FP32 = pytest.param(
+    {"recipe": Recipe("own", accumulate="fp32")},
+    id="fp32",
+    marks=pytest.mark.skipif(
+        not hasattr(torch.Tensor, "grad_dtype"), reason="fp32 gradients need torch 2.10"
+    ),
+)
+BOTH = [pytest.param(STOCHASTIC, id="stochastic"), pytest.param(RELEASED, id="released")]
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def sharded(mesh, options):
+    torch.manual_seed(0)
+    model = torch_bf16.cast_model(nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    return model, torch_bf16.SGD(model.parameters(), lr=0.1, **options)
+
+
+def train(model, optimizer, passes):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(passes):
+        x = torch.randn(8, 4, generator=generator).bfloat16()
+        model(x).float().square().mean().backward()
+    gradients = [p.grad if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return gradients + [p.full_tensor().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", BOTH)
+def test_under_fsdp2_a_conversion_changes_nothing_in_later_steps(mesh, options):
+    passes = 1 if options is RELEASED else 3
+    plain, converted = sharded(mesh, options), sharded(mesh, options)
+    for _ in range(2):
+        expected, found = train(*plain, passes), train(*converted, passes)
+        assert all(
+            a is b is None or torch.equal(a, b) for a, b in zip(expected, found, strict=True)
+        )
+        converted[0].to("cpu")
+    assert {p.dtype for p in converted[0].float().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("options", [*BOTH, FP32])
+def test_a_conversion_that_would_lose_hooks_is_refused_until_they_are_removed(mesh, options):
+    model = torch_bf16.cast_model(nn.Linear(4, 4, bias=False))
+    parallelize_module(model, mesh, ColwiseParallel())
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, **options)
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        model.float()
+    engine = optimizer._engine
+    (engine.release or engine.accumulation).remove()
+    assert model.float().weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [FP32])
+def test_a_conversion_that_would_lose_the_dtype_of_sums_is_refused(mesh, options):
+    model, optimizer = sharded(mesh, options)
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        model.to("cpu")
+    optimizer._engine.accumulation.remove()
+    assert model.float().weight.dtype == torch.float32
