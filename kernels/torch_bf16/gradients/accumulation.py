@@ -33,9 +33,9 @@ from torch_bf16.sharding import (
 )
 
 from .backward import Passes
+from .ddp_sums import DdpReader, Fp32Reduction
 from .gathering import Gathering, Group, Waiting
 from .hooked_parameters import HookedParameters, summed
-from .reduction import DdpReader, Fp32Reduction
 from .step_numbers import StepNumbers
 from .sums import Addition, add_all
 

@@ -1,4 +1,4 @@
-"""DDP's communication hook: who has registered it, and whose released gradients are in a bucket."""
+"""DDP's buckets: whose released gradients are in one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .ddp_hook import Reducer, hook_holder
+from .ddp_sums import Fp32Reduction
 from .hooked_parameters import released
 from .reduce_scatter import all_reduce_mean
 
-__all__ = ["Bucket", "announce", "announce_buckets", "hook_holder"]
+__all__ = ["Bucket", "announce", "announce_buckets"]
 
 
 class Bucket:
@@ -71,19 +73,14 @@ def announce(bucket: Any, future: Any) -> Any:
     return future
 
 
-def hook_holder(module: DistributedDataParallel) -> str | None:
-    """Who has registered the only communication hook that a DDP module takes; None if nobody."""
-    if getattr(module, "_torch_bf16_reduction", None) is not None:
-        return "fp32 sums of micro-batches (accumulate='fp32'; 'bf16_stochastic' has none)"
-    hooks = getattr(module, "_comm_hooks", None)
-    if not hooks:
-        return None
-    hook = hooks[0][0]
-    if hook is _reduce:
-        return "released gradients (call release_gradients last)"
-    if hook.__module__.startswith("torch_bf16."):
-        return "reduce='bf16_wire'"
-    return f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+class _Announcements(Reducer):
+    """Reduces as DDP itself does, and announces the buckets."""
+
+    purpose = "released gradients (call release_gradients last)"
+
+    def reduce(self, bucket: Any) -> Any:
+        """Begin to take the mean over all ranks."""
+        return announce(bucket, all_reduce_mean(bucket.buffer(), self._group))
 
 
 def announce_buckets(module: DistributedDataParallel) -> str | None:
@@ -95,17 +92,10 @@ def announce_buckets(module: DistributedDataParallel) -> str | None:
         )
     if getattr(module, "mixed_precision", None) is not None:
         return "DDP casts gradients by its own mixed_precision"
-    if getattr(module, "_torch_bf16_reduction", None) is not None:
+    if Fp32Reduction.registered(module) is not None:
         return "sums of micro-batches in fp32 bypass DDP's buckets; 'bf16_stochastic' does not"
-    hooks = getattr(module, "_comm_hooks", None)
-    if not hooks:
-        module.register_comm_hook(module.process_group, _reduce)
-    elif not any(each.__module__.startswith("torch_bf16.") for each, _ in hooks):
-        return f"its DDP module has a communication hook already, that of {hook_holder(module)}"
+    if (holder := hook_holder(module)) is None:
+        _Announcements(module).register(module)
+    elif Reducer.registered(module) is None:
+        return f"its DDP module has a communication hook already, that of {holder}"
     return None
-
-
-# DDP compares annotations with its own types, and these are strings here.
-def _reduce(state, bucket):
-    """DDP's communication hook: its own reduction."""
-    return announce(bucket, all_reduce_mean(bucket.buffer(), state))

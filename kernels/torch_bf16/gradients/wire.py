@@ -64,7 +64,7 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     registered = False
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            BucketReduction.register(module, ours)
+            BucketReduction.follow(module, ours)
             registered = True
     for unit in units(model):
         _register_fsdp2(unit)

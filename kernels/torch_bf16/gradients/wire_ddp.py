@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,13 +25,12 @@ from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, te
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span, all_gather, bare_name
 
+from .ddp_hook import Reducer, hook_holder
 from .reduce_scatter import all_reduce_mean, check_all_to_all, sum_of_ranks
-from .released_buckets import announce, hook_holder
+from .released_buckets import announce
 from .step_numbers import StepNumbers
 
 __all__ = ["BucketReduction"]
-
-_reductions: weakref.WeakKeyDictionary[nn.Module, BucketReduction] = weakref.WeakKeyDictionary()
 
 
 class _Owner:
@@ -94,25 +93,27 @@ class _Share:
     batch: Batch | None
 
 
-class BucketReduction:
+class BucketReduction(Reducer):
     """Reduces the bf16 gradients of one DDP module, and others as DDP itself does."""
 
+    purpose = "reduce='bf16_wire'"
+
     def __init__(self, module: DistributedDataParallel) -> None:
-        self._group: Any = module.process_group
+        super().__init__(module)
         named = module.named_parameters()
         self._names: dict[Tensor, str] = {p: bare_name(name) for name, p in named}
         self._owners: list[_Owner] = []
         self._shares: dict[int, _Share] = {}
 
     @classmethod
-    def register(cls, module: DistributedDataParallel, optimizer: Any) -> None:
+    def follow(cls, module: DistributedDataParallel, optimizer: Any) -> None:
         """Reduce the gradients of an optimizer's parameters in this way from now on.
 
         Raises:
             ValueError: the module has a communication hook.
             NotImplementedError: the backend has no all-to-all.
         """
-        reduction = _reductions.get(module)
+        reduction = cls.registered(module)
         if reduction is None:
             if holder := hook_holder(module):
                 raise ValueError(
@@ -122,14 +123,12 @@ class BucketReduction:
                 )
             reduction = cls(module)
             check_all_to_all(module.process_group, next(module.parameters()).device)
-            module.register_comm_hook(None, reduction._reduce)
-            _reductions[module] = reduction
+            reduction.register(module)
         if all(each.optimizer is not optimizer for each in reduction._owners):
             reduction._owners.append(_Owner(optimizer))
 
-    # DDP compares annotations with its own types, and these are strings here.
-    def _reduce(self, _, bucket):
-        """DDP's communication hook: a future of the mean over all ranks."""
+    def reduce(self, bucket: Any) -> Any:
+        """Begin to take the mean over all ranks."""
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         if buffer.dtype != torch.bfloat16 or ranks == 1:
             return announce(bucket, all_reduce_mean(buffer, self._group))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Passes
+from .ddp_hook import Reducer, hook_holder
 from .reduce_scatter import all_reduce_mean
-from .released_buckets import hook_holder
 
 __all__ = ["DdpReader", "Fp32Reduction"]
 
@@ -56,15 +56,17 @@ class _Kept(dict[Any, Any]):
     __del__ = put_back
 
 
-class Fp32Reduction:
+class Fp32Reduction(Reducer):
     """Reduces the fp32 gradients of one DDP module. Made by :meth:`of`.
 
     DDP refuses gradients whose dtype differs from the parameters'. So they are hidden from it: kept
     here while a backward pass runs, and reduced by a communication hook in place of DDP's bucket.
     """
 
+    purpose = "fp32 sums of micro-batches (accumulate='fp32'; 'bf16_stochastic' has none)"
+
     def __init__(self, module: DistributedDataParallel) -> None:
-        self._group: Any = module.process_group
+        super().__init__(module)
         self._parameters = set(module.parameters())
         self._passes = Passes(_Kept, _Kept.put_back)
         self._users: set[Any] = set()
@@ -94,8 +96,7 @@ class Fp32Reduction:
                 "with find_unused_parameters=True DDP reads gradients before the backward pass; "
                 "set it to False, or use static_graph=True"
             )
-        # A DDP module accepts only one communication hook, ever.
-        reduction: Any = getattr(module, "_torch_bf16_reduction", None)
+        reduction = cls.registered(module)
         if reduction is None and (holder := hook_holder(module)):
             why = f"its DDP module has a communication hook already, that of {holder}: leave it out"
         if why:
@@ -105,8 +106,7 @@ class Fp32Reduction:
             )
         if reduction is None:
             reduction = cls(module)
-            module.register_comm_hook(None, reduction._reduce)
-            module._torch_bf16_reduction = reduction  # pyright: ignore
+            reduction.register(module)
         reduction._users.add(user)
         return reduction
 
@@ -131,9 +131,8 @@ class Fp32Reduction:
         running[parameter] = parameter.grad
         parameter.grad = None
 
-    # DDP compares annotations with its own types, and these are strings here.
-    def _reduce(self, _, bucket):
-        """DDP's communication hook: the mean over all ranks, in fp32."""
+    def reduce(self, bucket: Any) -> Any:
+        """Begin to take the mean over all ranks, in fp32."""
         size, buffer = dist.get_world_size(self._group), bucket.buffer()
         if not self._users or buffer.dtype != torch.bfloat16:
             return all_reduce_mean(buffer, self._group)

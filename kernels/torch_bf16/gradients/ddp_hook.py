@@ -1,0 +1,52 @@
+"""DDP's communication hook, of which a module accepts only one, ever."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Reducer", "hook_holder"]
+
+
+class Reducer:
+    """Reduces the buckets of a DDP module: ``reduce(bucket)`` returns the future of one.
+
+    Attributes:
+        purpose: what for, as messages call it.
+    """
+
+    purpose: ClassVar[str]
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._group: Any = module.process_group
+
+    def register(self, module: DistributedDataParallel) -> None:
+        """Reduce the buckets of a module that has no hook yet."""
+        module.register_comm_hook(self, _reduce)
+
+    @classmethod
+    def registered(cls, module: DistributedDataParallel) -> Any:
+        """The reducer of this class that a module has; None if it has none."""
+        _, state = _hook_of(module)
+        return state if isinstance(state, cls) else None
+
+
+def hook_holder(module: DistributedDataParallel) -> str | None:
+    """Who has registered a module's hook, for messages; None if nobody has."""
+    hook, state = _hook_of(module)
+    if hook is None:
+        return None
+    if isinstance(state, Reducer):
+        return state.purpose
+    return f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+
+
+def _hook_of(module: DistributedDataParallel) -> tuple[Any, Any]:
+    hooks = getattr(module, "_comm_hooks", None)
+    return hooks[0] if hooks else (None, None)
+
+
+# DDP compares annotations with its own types, and these would be strings here.
+def _reduce(state, bucket):
+    return state.reduce(bucket)
