@@ -68,8 +68,9 @@ def test_a_conversion_that_would_lose_hooks_is_refused_until_they_are_removed(me
     optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, **options)
     with pytest.raises(RuntimeError, match="Couldn't swap"):
         model.float()
-    engine = optimizer._engine
-    (engine.release or engine.accumulation).remove()
+    released = options is RELEASED
+    call = torch_bf16.release_gradients if released else torch_bf16.accumulate_gradients
+    call(model, optimizer).remove()
     assert model.float().weight.dtype == torch.float32
 
 
@@ -78,5 +79,5 @@ def test_a_conversion_that_would_lose_the_dtype_of_sums_is_refused(mesh, options
     model, optimizer = sharded(mesh, options)
     with pytest.raises(RuntimeError, match="Couldn't swap"):
         model.to("cpu")
-    optimizer._engine.accumulation.remove()
+    torch_bf16.accumulate_gradients(model, optimizer).remove()
     assert model.float().weight.dtype == torch.float32
