@@ -1,17 +1,31 @@
 """What this package replaces in torch itself, for the whole process, and how to turn that off.
 
-:data:`PATCHES` lists the patches. Each is in the module of its subject, whose ``restore()`` undoes
-it. What is replaced in Lightning, Accelerate, transformers and peft is listed in ``_patches`` of
-the plugins.
+:data:`PATCHES` lists the patches. The module of its subject applies each, by a
+:class:`Replacement` or :class:`Kernels`. What is replaced in Lightning, Accelerate, transformers
+and peft is listed in ``_patches`` of the plugins.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["PATCHES", "SWITCH", "TorchPatch", "is_enabled", "restore"]
+from torch.library import Library
+
+__all__ = [
+    "PATCHES",
+    "SWITCH",
+    "Kernels",
+    "Replacement",
+    "TorchPatch",
+    "at_restore",
+    "is_enabled",
+    "restore",
+]
 
 SWITCH = "TORCH_BF16_DISABLE_PATCHES"
 """The variable that turns patches off: ``all``, or their names with commas between them."""
@@ -26,14 +40,12 @@ class TorchPatch:
         applied_by: the call, or the step, that first applies the patch.
         reason: what the patch is for.
         without: what happens if it is turned off.
-        module: the module of this package whose ``restore()`` undoes it.
     """
 
     target: str
     applied_by: str
     reason: str
     without: str
-    module: str
 
 
 PATCHES: dict[str, TorchPatch] = {
@@ -43,7 +55,6 @@ PATCHES: dict[str, TorchPatch] = {
         "a program that looks optimizers up by name (LightningCLI's --optimizer AdamW, pykeen) "
         "finds torch's class alone",
         "it finds two classes named AdamW, and refuses the name",
-        "torch_bf16.optim.subclass_listing",
     ),
     "optimizer_state_dict": TorchPatch(
         "state_dict and load_state_dict of torch.optim.Optimizer",
@@ -52,7 +63,6 @@ PATCHES: dict[str, TorchPatch] = {
         "pytorch_optimizer) saves and loads them as the wrapped one does",
         "such an optimizer rounds fp32 moments to bf16 as it loads them, and takes the bits beside "
         "a weight for numbers",
-        "torch_bf16.optim.shared_states",
     ),
     "autocast_kernels": TorchPatch(
         "kernels of the dispatch keys AutocastCPU and AutocastCUDA for operations of aten that "
@@ -61,14 +71,12 @@ PATCHES: dict[str, TorchPatch] = {
         "under autocast these operations take fp32 tensors beside bf16 weights",
         "such a call raises an error about two dtypes, and functions whose bf16 kernel is unsound "
         "(the matrix exponential on CPUs) return what that gives",
-        "torch_bf16.model.autocast",
     ),
     "autocast_to_fp32": TorchPatch(
         "the same kernels of embeddings, norms, exponentials, sums and the like",
         "compute='fp32'",
         "what they compute from bf16 weights alone is fp32 under autocast to fp32",
         "it is bf16, and so are sums of embeddings",
-        "torch_bf16.model.autocast",
     ),
     "dispatch_mode_enter": TorchPatch(
         "torch.utils._python_dispatch.TorchDispatchMode.__enter__",
@@ -76,7 +84,6 @@ PATCHES: dict[str, TorchPatch] = {
         "the first mode, such as a FLOP counter, registers kernels of autocast for composite "
         "operations (einsum, RNNs), which such a mode receives whole in inference mode",
         "counting FLOPs in inference mode, these operations raise an error about two dtypes",
-        "torch_bf16.model.composite_operations",
     ),
     "autocast_init": TorchPatch(
         "torch.autocast.__init__",
@@ -84,14 +91,12 @@ PATCHES: dict[str, TorchPatch] = {
         "activation checkpointing enters autocast to fp32 again, a dtype that torch refuses on "
         "CPUs",
         "a checkpointed forward of compute='fp32' fails when it is computed again",
-        "torch_bf16.model.arithmetic",
     ),
     "autocast_exit": TorchPatch(
         "torch.autocast.__exit__",
         "cast_model",
         "errors about two dtypes name the bf16 weight that met another dtype, and the way out",
         "errors have torch's words alone",
-        "torch_bf16.model.mixed_dtypes",
     ),
     "averaged_model": TorchPatch(
         "torch.optim.swa_utils.AveragedModel.update_parameters",
@@ -99,7 +104,6 @@ PATCHES: dict[str, TorchPatch] = {
         "an fp32 average follows the bf16 weights of a cast model, and a warning names a bf16 one",
         "an fp32 average raises an error about two dtypes for most multi_avg_fn, and a bf16 one, "
         "which hardly moves, goes unnoticed",
-        "torch_bf16.model.averaged_models",
     ),
     "foreach_lerp": TorchPatch(
         "torch._foreach_lerp_",
@@ -108,7 +112,6 @@ PATCHES: dict[str, TorchPatch] = {
         "model, and a warning names a bf16 one",
         "an fp32 average raises an error about two dtypes, and a bf16 one, which hardly moves, "
         "goes unnoticed",
-        "torch_bf16.model.lerped_averages",
     ),
     "tensor_lerp": TorchPatch(
         "torch.Tensor.lerp_",
@@ -117,14 +120,12 @@ PATCHES: dict[str, TorchPatch] = {
         "with foreach=False)",
         "an fp32 average raises an error about two dtypes, and a bf16 one, which hardly moves, "
         "goes unnoticed for some steps",
-        "torch_bf16.model.lerped_averages",
     ),
     "load_from_state_dict": TorchPatch(
         "torch.nn.Module._load_from_state_dict",
         "cast_model",
         "exact masters start from the fp32 weights that a cast model loads, not from rounded ones",
         "they start from the bf16 weights, unless fp32 weights are loaded before the cast",
-        "torch_bf16.model.loading",
     ),
     "parameter_deepcopy": TorchPatch(
         "torch.nn.Parameter.__deepcopy__",
@@ -132,7 +133,6 @@ PATCHES: dict[str, TorchPatch] = {
         "a warning names a bf16 copy of a cast model that a program blends with it, such as a "
         "plain average, which hardly moves",
         "such a copy goes unnoticed",
-        "torch_bf16.model.blended_weights",
     ),
     "parameter_data": TorchPatch(
         "data and copy_ of torch.nn.Parameter, and of DTensor's parameters",
@@ -142,7 +142,6 @@ PATCHES: dict[str, TorchPatch] = {
         "numbers written through p.data keep the remainders of the old ones, up to half a bf16 "
         "spacing off; write under torch.no_grad(), p.copy_(...), instead, which then drops all "
         "remainders of the weight",
-        "torch_bf16.engine.data_writes",
     ),
 }
 """The patches, by the names that :data:`SWITCH` accepts."""
@@ -168,14 +167,109 @@ def is_enabled(name: str) -> bool:
     return disabled.isdisjoint({"all", name})
 
 
+class Replacement:
+    """An attribute of torch that ours takes the place of, for the whole process.
+
+    Other libraries replace the same attributes. Ours calls what is there when it is applied, and
+    what they put on top of it later stays there when ours is undone.
+
+    Args:
+        patch: the name of the patch.
+        owner: the class or module with the attribute.
+        attribute: its name.
+        make: takes what is there and returns what takes its place: a function, or a descriptor.
+    """
+
+    def __init__(self, patch: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
+        self._patch, self._owner, self._attribute, self._make = patch, owner, attribute, make
+        self._ours: Any = None
+        self._before: Any = _ABSENT
+        at_restore(self.undo)
+
+    def apply(self) -> None:
+        """Put ours on top, unless it is there or the patch is turned off."""
+        if self._is_on_top() or not is_enabled(self._patch):
+            return
+        with _lock:
+            if self._is_on_top():
+                return
+            before = vars(self._owner).get(self._attribute, _ABSENT)
+            called = getattr(self._owner, self._attribute)
+            ours = self._make(called)
+            if callable(ours):
+                ours = self._passing_on(ours, called)
+            setattr(self._owner, self._attribute, ours)
+            self._ours, self._before = ours, before
+
+    def undo(self) -> None:
+        """Put back what was there before, until the next :meth:`apply`."""
+        with _lock:
+            if self._is_on_top():
+                if self._before is _ABSENT:
+                    delattr(self._owner, self._attribute)
+                else:
+                    setattr(self._owner, self._attribute, self._before)
+            self._ours, self._before = None, _ABSENT
+
+    def _is_on_top(self) -> bool:
+        return self._ours is not None and vars(self._owner).get(self._attribute) is self._ours
+
+    def _passing_on(self, acting: Callable[..., Any], called: Callable[..., Any]) -> Any:
+        """A function that acts as long as it is the latest of ours, however deep it lies."""
+
+        @functools.wraps(called)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return (acting if self._ours is ours else called)(*args, **kwargs)
+
+        return ours
+
+
+class Kernels:
+    """Kernels that torch's dispatcher lacks, registered for the whole process.
+
+    Args:
+        patch: the name of the patch.
+        register: registers them in a library of aten.
+    """
+
+    def __init__(self, patch: str, register: Callable[[Library], None]) -> None:
+        self._patch, self._register = patch, register
+        # The registrations last as long as this object.
+        self._library: Library | None = None
+        at_restore(self.undo)
+
+    def apply(self) -> None:
+        """Register them, unless they are or the patch is turned off."""
+        if self._library is None and is_enabled(self._patch):
+            self._library = Library("aten", "IMPL")
+            self._register(self._library)
+
+    def undo(self) -> None:
+        """Take them out again, until the next :meth:`apply`."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+_ABSENT: Any = object()
+_lock = threading.RLock()
+_at_restore: list[Callable[[], None]] = []
+
+
+def at_restore(function: Callable[[], None]) -> None:
+    """Call a function whenever the patches are undone."""
+    _at_restore.append(function)
+
+
 def restore() -> None:
     """Undo every patch that was applied in this process; the next use applies it again.
+
+    What another library has put on top of ours stays there, and ours below it does nothing.
 
     Example:
         >>> restore()
         >>> torch.autocast.__exit__.__module__
         'torch.amp.autocast_mode'
     """
-    for name in {patch.module for patch in PATCHES.values()}:
-        if module := sys.modules.get(name):
-            module.restore()
+    for each in _at_restore:
+        each()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16 import torch_patches
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.numerics import join16
@@ -365,7 +366,7 @@ def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
 def test_the_property_can_be_taken_away_and_comes_back_with_a_plan():
     make()
     assert {"data", "copy_"} <= vars(nn.Parameter).keys()
-    data_writes.restore()
+    torch_patches.restore()
     try:
         assert vars(nn.Parameter).keys().isdisjoint({"data", "copy_"})
         assert nn.Parameter.data is torch.Tensor.data

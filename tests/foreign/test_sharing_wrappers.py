@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16.optim import shared_states
+from torch_bf16 import torch_patches
 
 ADAMW = partial(torch_bf16.AdamW, recipe="bf16-fp32-master")
 
@@ -154,11 +154,11 @@ def test_a_wrapper_saved_in_fp32_continues_in_a_mode():
 @pytest.fixture
 def stock():
     """The methods of torch's class, put back when the test ends."""
-    shared_states.restore()
+    torch_patches.restore()
     kind: Any = torch.optim.Optimizer
     before = kind.state_dict, kind.load_state_dict
     yield kind
-    shared_states.restore()
+    torch_patches.restore()
     kind.state_dict, kind.load_state_dict = before
 
 
@@ -176,7 +176,7 @@ def test_methods_that_something_else_has_replaced_are_called_and_stay(stock):
     sgd.load_state_dict(sgd.state_dict())
     assert called == ["SGD"]
     stock.state_dict = lambda self: {"mine": 1}
-    shared_states.restore()
+    torch_patches.restore()
     assert stock.load_state_dict is earlier
     assert sgd.state_dict() == {"mine": 1}
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
+from torch_bf16 import torch_patches
 from torch_bf16.model import arithmetic, slow_products
 
 IDS = torch.randint(0, 32, (3, 4), generator=torch.Generator().manual_seed(5))
@@ -205,7 +206,7 @@ def test_torchs_autocast_refuses_fp32_outside_of_a_backward_pass_as_before():
     prepared()[0](IDS)
     with pytest.warns(UserWarning, match="target dtype is not supported"):
         assert not torch.autocast("cpu", dtype=torch.float32)._enabled
-    arithmetic.restore()
+    torch_patches.restore()
     assert torch.autocast.__init__.__module__ == "torch.amp.autocast_mode"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_bf16 import cast_model
+from torch_bf16 import cast_model, torch_patches
 from torch_bf16.model import autocast
 
 MODULES = {
@@ -175,7 +175,7 @@ def kernels(key):
 
 
 def test_what_is_registered_for_the_process_can_be_undone():
-    autocast.restore()
+    torch_patches.restore()
     stock = {key: kernels(key) for key in autocast.GAPS}
     module = nn.LayerNorm(8, dtype=torch.bfloat16)
     for _ in range(2):
@@ -183,7 +183,7 @@ def test_what_is_registered_for_the_process_can_be_undone():
         assert all(len(kernels(key)) > len(known) for key, known in stock.items())
         with torch.autocast("cpu", torch.bfloat16):
             assert module(torch.randn(4, 8)).dtype == torch.float32
-        autocast.restore()
+        torch_patches.restore()
         assert {key: kernels(key) for key in autocast.GAPS} == stock
         with (
             torch.autocast("cpu", torch.bfloat16),

@@ -14,8 +14,7 @@ from torch.optim.swa_utils import (
     get_swa_multi_avg_fn,
 )
 
-from torch_bf16 import EMA, cast_model, ema_multi_avg_fn
-from torch_bf16.model import averaged_models
+from torch_bf16 import EMA, cast_model, ema_multi_avg_fn, torch_patches
 
 HOW = {
     "ema_multi": lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.999)),
@@ -129,10 +128,10 @@ def test_models_that_were_not_cast_are_left_alone():
 
 
 def test_the_method_can_be_given_back():
-    averaged_models.restore()
+    torch_patches.restore()
     stock = AveragedModel.update_parameters
     cast_model(network())
     assert AveragedModel.update_parameters is not stock
-    averaged_models.restore()
+    torch_patches.restore()
     assert AveragedModel.update_parameters is stock
     cast_model(network())

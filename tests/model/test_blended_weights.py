@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16.model import blended_weights, lerped_averages, loose_averages, watched_weight
+from torch_bf16 import torch_patches
+from torch_bf16.model import blended_weights, loose_averages, watched_weight
 from torch_bf16.model.watched_weight import bits_of
-from torch_bf16.torch_patches import PATCHES, SWITCH
+from torch_bf16.torch_patches import SWITCH
 
 STEPS = 40
 
@@ -23,7 +24,7 @@ STEPS = 40
 @pytest.fixture(autouse=True)
 def nothing_named():
     """Addresses of averages that an earlier test has freed may be used again."""
-    lerped_averages.restore()
+    torch_patches.restore()
 
 
 class Siamese(nn.Module):
@@ -371,12 +372,12 @@ def test_weights_and_copies_can_be_swapped_where_torch_is_told_to():
 
 
 def test_the_patch_can_be_turned_off_and_undone(monkeypatch):
-    stock = blended_weights._original
+    torch_patches.restore()
+    stock = nn.Parameter.__deepcopy__
     torch_bf16.cast_model(nn.Linear(4, 4))
     assert nn.Parameter.__deepcopy__ is not stock
-    blended_weights.restore()
+    torch_patches.restore()
     assert nn.Parameter.__deepcopy__ is stock
     monkeypatch.setenv(SWITCH, "parameter_deepcopy")
     torch_bf16.cast_model(nn.Linear(4, 4))
     assert nn.Parameter.__deepcopy__ is stock
-    assert PATCHES["parameter_deepcopy"].module == blended_weights.__name__

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import torch_bf16
-from torch_bf16.model import loading, remainders
+from torch_bf16 import torch_patches
+from torch_bf16.model import remainders
 from torch_bf16.sharding import shard_of
 from torch_bf16.torch_patches import SWITCH
 
@@ -240,7 +241,7 @@ def test_assigned_weights_are_those_that_were_given():
 
 def test_without_the_patch_masters_start_from_bf16(monkeypatch):
     """What the table of patches says of it is true."""
-    loading.restore()
+    torch_patches.restore()
     monkeypatch.setenv(SWITCH, "load_from_state_dict")
     net, source = network(1), network().state_dict()
     optimizer = prepared(net, RECIPES["remainder"])

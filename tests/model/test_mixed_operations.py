@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_bf16 import cast_model, get_recipe
-from torch_bf16.model import autocast, lerped_averages, mixed_dtypes
+from torch_bf16 import cast_model, get_recipe, torch_patches
+from torch_bf16.model import autocast, lerped_averages
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 
@@ -120,8 +120,7 @@ def test_it_gives_what_fp32_weights_of_the_same_numbers_give(name):
 def test_without_this_package_torch_refuses_it(name):
     function, shape = OPERATIONS[name]
     weight, _ = weights(shape)
-    autocast.restore()
-    lerped_averages.restore()
+    torch_patches.restore()
     try:
         with pytest.raises(RuntimeError, match=r"(?i)type|not implemented|both inputs"):
             compute(function, weight)
@@ -323,11 +322,11 @@ def test_under_the_modes_own_autocast_the_part_that_switches_it_off_is_to_be_men
 
 
 def test_the_context_can_be_given_back():
-    mixed_dtypes.restore()
+    torch_patches.restore()
     stock = torch.autocast.__exit__
     cast_model(nn.Linear(2, 2))
     assert torch.autocast.__exit__ is not stock
-    mixed_dtypes.restore()
+    torch_patches.restore()
     assert torch.autocast.__exit__ is stock
     cast_model(nn.Linear(2, 2))
 

@@ -1,7 +1,7 @@
 """What is replaced in torch for the whole process is listed, and can be turned off and undone."""
 
-import importlib
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bf16
 from torch_bf16 import torch_patches
 from torch_bf16.model import autocast
-from torch_bf16.torch_patches import PATCHES, SWITCH
+from torch_bf16.torch_patches import PATCHES, SWITCH, Replacement
 
 ROOT = Path(__file__).parents[2]
 torch_patches.restore()
@@ -109,8 +109,163 @@ def test_without_the_patch_a_write_through_data_keeps_the_remainder(monkeypatch)
     assert (written() != 2).all()
 
 
-def test_each_patch_is_undone_by_its_module_and_has_a_row_in_the_documentation():
+REPLACED = {
+    "autocast.__init__": torch.autocast,
+    "autocast.__exit__": torch.autocast,
+    "TorchDispatchMode.__enter__": TorchDispatchMode,
+    "AveragedModel.update_parameters": AveragedModel,
+    "torch._foreach_lerp_": torch,
+    "Tensor.lerp_": torch.Tensor,
+    "Module._load_from_state_dict": nn.Module,
+    "Parameter.__deepcopy__": nn.Parameter,
+    "Parameter.copy_": nn.Parameter,
+    "Optimizer.state_dict": torch.optim.Optimizer,
+    "Optimizer.load_state_dict": torch.optim.Optimizer,
+}
+
+
+def named(place: str) -> str:
+    return place.rpartition(".")[2]
+
+
+@pytest.fixture
+def wrap():
+    """Replaces what is in a place as another library does, by a function that calls it."""
+    absent = object()
+    stock = {place: vars(owner).get(named(place), absent) for place, owner in REPLACED.items()}
+
+    def wrap(place):
+        owner, name = REPLACED[place], named(place)
+        below = getattr(owner, name)
+
+        def theirs(*args, **kwargs):
+            theirs.calls += 1
+            return below(*args, **kwargs)
+
+        theirs.calls = 0
+        setattr(owner, name, theirs)
+        return theirs
+
+    yield wrap
+    torch_patches.restore()
+    for place, before in stock.items():
+        if before is not absent:
+            setattr(REPLACED[place], named(place), before)
+        elif named(place) in vars(REPLACED[place]):
+            delattr(REPLACED[place], named(place))
+
+
+def exact_master_of(source: nn.Linear) -> torch.Tensor:
+    """The master of a bf16 weight that has loaded fp32 ones."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recipe = torch_bf16.get_recipe("bf16-fp32-master", backend="eager")
+    torch_bf16.prepare(model, optimizer, recipe)
+    model.load_state_dict(source.state_dict())
+    return optimizer.exact_weight(model.weight)
+
+
+def follows(move) -> bool:
+    """Whether an fp32 average of a cast model follows its weights."""
+    model = nn.Linear(8, 8)
+    average = AveragedModel(model, multi_avg_fn=lambda mine, theirs, _: move(mine, theirs))
+    torch_bf16.cast_model(model)
+    before = average.module.weight.clone()
+    for _ in range(2):  # the first one copies
+        average.update_parameters(model)
+        torch.nn.init.ones_(model.weight)
+    return not torch.equal(average.module.weight, before)
+
+
+@torch.no_grad()
+def move_one_by_one(mine, theirs):
+    for average, weight in zip(mine, theirs, strict=True):
+        average.lerp_(weight.bfloat16(), 0.5)
+
+
+def test_what_another_library_has_wrapped_before_the_cast_is_called_by_ours(wrap):
+    theirs = {place: wrap(place) for place in REPLACED}
+    source = nn.Linear(8, 8)
+    assert torch.equal(exact_master_of(source), source.weight)
+    assert follows(move_one_by_one)
+    assert follows(lambda mine, theirs: torch._foreach_lerp_(mine, theirs, 0.5))
+    for place in ("AveragedModel.update", "torch._foreach", "Tensor.lerp_", "Module._load"):
+        assert [each.calls for name, each in theirs.items() if name.startswith(place)] != [0]
+
+
+@pytest.mark.parametrize("place", REPLACED)
+def test_what_another_library_has_put_on_top_of_ours_stays(place, wrap):
+    train()
+    theirs = wrap(place)
+    torch_patches.restore()
+    assert getattr(REPLACED[place], named(place)) is theirs
+
+
+def test_below_what_another_library_has_put_on_top_ours_does_nothing_once_undone(wrap):
+    source = nn.Linear(8, 8)
+    assert torch.equal(exact_master_of(source), source.weight)
+    theirs = wrap("Module._load_from_state_dict")
+    torch_patches.restore()
+    model = torch_bf16.cast_model(nn.Linear(8, 8), "bf16-fp32-master")
+    torch_patches.restore()
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe="bf16-fp32-master")
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(optimizer.exact_weight(model.weight), source.weight.bfloat16().float())
+    assert theirs.calls == 1
+
+
+class Counts:
+    def count(self, number):
+        return number
+
+
+@pytest.fixture
+def counting():
+    def adding(original):
+        return lambda self, number: original(self, number + 1)
+
+    made = Replacement("autocast_exit", Counts, "count", adding)
+    before = Counts.count
+    yield made
+    made.undo()
+    Counts.count = before
+
+
+def test_ours_acts_once_whatever_is_put_on_top_of_it_or_back(counting):
+    stock = Counts.count
+    for _ in range(3):
+        counting.apply()
+        assert Counts().count(0) == 1
+        ours = Counts.count
+        Counts.count = lambda self, number, below=ours: below(self, number)
+        counting.apply()
+        assert Counts().count(0) == 1
+        Counts.count = stock  # as a library does that has kept what was there
+        assert Counts().count(0) == 0
+
+
+def test_threads_that_apply_at_once_apply_it_once(counting):
+    for _ in range(50):
+        barrier = threading.Barrier(4)
+        threads = [
+            threading.Thread(target=lambda b=barrier: (b.wait(), counting.apply()))
+            for _ in range(4)
+        ]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+        assert Counts().count(0) == 1
+        counting.undo()
+        assert Counts().count(0) == 0
+
+
+def test_an_attribute_that_a_class_inherits_is_inherited_again():
+    train()
+    torch_patches.restore()
+    assert "lerp_" not in vars(torch.Tensor)
+    assert "data" not in vars(nn.Parameter)
+
+
+def test_each_patch_has_a_row_in_the_documentation():
     page = (ROOT / "docs" / "versions.md").read_text()
-    for name, patch in PATCHES.items():
-        assert callable(importlib.import_module(patch.module).restore)
+    for name in PATCHES:
         assert re.search(rf"^\| `{name}` \|", page, re.M)

@@ -10,6 +10,7 @@ import torch
 from forked_scripts import call_in_fork
 
 import torch_bf16
+from torch_bf16 import torch_patches
 from torch_bf16.foreign.convertible import CONVERTIBLE
 from torch_bf16.optim import subclass_listing
 
@@ -49,7 +50,7 @@ def applied():
 
 @pytest.fixture
 def restored(applied):
-    subclass_listing.restore()
+    torch_patches.restore()
 
 
 @pytest.mark.parametrize("name", sorted(each.__name__ for each in CONVERTIBLE.values()))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement, is_enabled
 
 __all__ = [
     "REMAINDERS",
@@ -35,16 +35,12 @@ __all__ = [
     "WriteCounts",
     "drop_remainders",
     "note_step",
-    "restore",
     "touched",
 ]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits are meaningless once the weight is written."""
 
-_DATA: Any = torch.Tensor.data
-_COPY: Any = torch.Tensor.copy_
-_intercepted: set[type] = set()
 # The watches of all optimizers over a parameter, by its id: torch.utils.swap_tensors refuses
 # tensors that have weak references.
 _watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
@@ -104,10 +100,8 @@ class DataWatch:
         watchable = shard.can_gather and (plain or is_dtensor(parameter))
         if not watchable or REMAINDERS.isdisjoint(state) or not is_enabled("parameter_data"):
             return None
-        kind: Any = nn.Parameter if plain else type(parameter)
-        if kind not in _intercepted:
-            _intercepted.add(kind)
-            kind.data, kind.copy_ = property(_read, _assign), _copy
+        for each in _interceptions(nn.Parameter if plain else type(parameter)):
+            each.apply()
         return watch or cls(parameter)
 
     def touch(self, alias: Tensor | None = None) -> None:
@@ -257,34 +251,33 @@ def note_step(watches: Iterable[DataWatch | None]) -> None:
             each.note_step()
 
 
-def restore() -> None:
-    """Restore torch's own ``.data`` and ``copy_``, until the next plan is made.
-
-    Example:
-        >>> restore()
-        >>> "data" in vars(torch.nn.Parameter)
-        False
-    """
-    while _intercepted:
-        kind: Any = _intercepted.pop()
-        del kind.data, kind.copy_
+@functools.cache
+def _interceptions(kind: type) -> tuple[Replacement, ...]:
+    return (
+        Replacement("parameter_data", kind, "data", _intercepting_data),
+        Replacement("parameter_data", kind, "copy_", _intercepting_copies),
+    )
 
 
-def _read(parameter: Tensor) -> Tensor:
-    alias = _DATA.__get__(parameter)
-    for watch in _watches.get(id(parameter), ()):
-        watch.touch(alias)
-    return alias
+def _intercepting_data(data: Any) -> property:
+    def read(parameter: Tensor) -> Tensor:
+        alias = data.__get__(parameter)
+        for watch in _watches.get(id(parameter), ()):
+            watch.touch(alias)
+        return alias
+
+    def assign(parameter: Tensor, value: Tensor) -> None:
+        for watch in _watches.get(id(parameter), ()):
+            watch.touch()
+        data.__set__(parameter, value)
+
+    return property(read, assign)
 
 
-def _assign(parameter: Tensor, value: Tensor) -> None:
-    for watch in _watches.get(id(parameter), ()):
-        watch.touch()
-    _DATA.__set__(parameter, value)
+def _intercepting_copies(original: Any) -> Any:
+    def copy_(parameter: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for watch in _watches.get(id(parameter), ()):
+            watch.touch()
+        return original(parameter, *args, **kwargs)
 
-
-@functools.wraps(_COPY)
-def _copy(parameter: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    for watch in _watches.get(id(parameter), ()):
-        watch.touch()
-    return _COPY(parameter, *args, **kwargs)
+    return copy_

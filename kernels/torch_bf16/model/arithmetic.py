@@ -9,7 +9,6 @@ with the dtype that it found.
 
 from __future__ import annotations
 
-import functools
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -18,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_compute
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement
 
 from .autocast import widen_under_fp32
 from .mixed_dtypes import name_parts_in_errors
 
-__all__ = ["arithmetic", "is_called_by_checkpoint", "is_in_backward", "restore"]
+__all__ = ["arithmetic", "is_called_by_checkpoint", "is_in_backward"]
 
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-_original: Any = None
 
 
 def arithmetic(
@@ -79,14 +77,6 @@ def is_called_by_checkpoint() -> bool:
     return frame is not None
 
 
-def restore() -> None:
-    """Restore ``torch.autocast`` until fp32 is requested again."""
-    global _original
-    if _original is not None:
-        torch.autocast.__init__ = _original
-        _original = None
-
-
 # torch.compile cannot trace it: the calls inside become a graph of their own.
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _to_fp32(device_type: str, settings: dict[str, Any]) -> _ToFp32:
@@ -99,7 +89,7 @@ class _ToFp32(torch.autocast):
         super().__init__(device_type, dtype=torch.float16, **settings)
         self.fast_dtype = torch.float32
         self._saving = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-        _let_checkpoints_enter()
+        _AUTOCAST_INIT.apply()
         widen_under_fp32()
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -156,22 +146,23 @@ def _unpack(saved: Tensor | _Weight) -> Tensor:
     return saved.weight.float().as_strided(saved.size, saved.stride, saved.offset)
 
 
-def _let_checkpoints_enter() -> None:
-    global _original
-    if _original is None and is_enabled("autocast_init"):
-        _original = torch.autocast.__init__
-        torch.autocast.__init__ = functools.wraps(_original)(_init)
+def _letting_checkpoints_enter(original: Any) -> Any:
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        fp32 = enabled and dtype == torch.float32 and is_in_backward()
+        original(self, device_type, torch.float16 if fp32 else dtype, enabled, cache_enabled)
+        if fp32:
+            self.fast_dtype = dtype
+
+    return init
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _init(
-    self: Any,
-    device_type: str,
-    dtype: torch.dtype | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
-) -> None:
-    fp32 = enabled and dtype == torch.float32 and is_in_backward()
-    _original(self, device_type, torch.float16 if fp32 else dtype, enabled, cache_enabled)
-    if fp32:
-        self.fast_dtype = dtype
+_AUTOCAST_INIT = Replacement(
+    "autocast_init", torch.autocast, "__init__", _letting_checkpoints_enter
+)

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Kernels
 
 __all__ = [
     "GAPS",
     "computes_in_fp32",
     "fill_gaps",
     "overloads",
-    "restore",
     "widen",
     "widen_under_fp32",
 ]
@@ -80,17 +79,13 @@ _OF_WEIGHTS = (
 _FLOATS = (torch.float32, torch.bfloat16)
 _FP32_MAX, _BF16_MAX = (torch.finfo(each).max for each in _FLOATS)
 
-# The registrations last as long as these objects.
-_library: Library | None = None
-_under_fp32: Library | None = None
-
 
 def fill_gaps() -> None:
     """Let the operations in :data:`GAPS` take fp32 tensors with bf16 weights under autocast.
 
-    For the whole process and all models in it, until :func:`restore`; :func:`cast_model` calls it.
-    Calls that worked before run as they did, except functions that have no sound bf16 kernel. An
-    operation for which torch has an autocast rule of its own is left alone.
+    For the whole process and all models in it; :func:`cast_model` calls it. Calls that worked
+    before run as they did, except functions that have no sound bf16 kernel. An operation for which
+    torch has an autocast rule of its own is left alone.
 
     Example:
         >>> fill_gaps()
@@ -99,58 +94,22 @@ def fill_gaps() -> None:
         >>> y.dtype
         torch.float32
     """
-    global _library
-    if _library is not None or not is_enabled("autocast_kernels"):
-        return
-    _library = Library("aten", "IMPL")
-    for key, gaps in GAPS.items():
-        for convert, names in gaps.items():
-            for name in names:
-                for operator in overloads(name):
-                    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
-                        _library.impl(operator, _kernel(operator, convert, key), key)
+    _IN_GAPS.apply()
 
 
 def widen_under_fp32() -> None:
     """Let functions of weights alone return fp32 under autocast to fp32.
 
     Otherwise embeddings, norms and exponentials would be bf16, and so would what is computed from
-    them. Nothing changes under autocast to bf16. For the whole process, until :func:`restore`.
+    them. Nothing changes under autocast to bf16. For the whole process.
     """
-    global _under_fp32
-    if _under_fp32 is not None or not is_enabled("autocast_to_fp32"):
-        return
-    _under_fp32 = Library("aten", "IMPL")
-    for key in GAPS:
-        operator = torch.ops.aten.embedding.default
-        _under_fp32.impl(operator, _kernel(operator, list, key, widen_result=True), key)
-        for operator in (each for name in _OF_WEIGHTS for each in overloads(name)):
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
-                _under_fp32.impl(operator, _kernel(operator, _leave, key), key)
+    _UNDER_FP32.apply()
 
 
 def computes_in_fp32(device_type: str) -> bool:
     """Whether autocast to fp32 is on, see :func:`torch_bf16.arithmetic`."""
     enabled = torch.is_autocast_enabled(device_type)
     return enabled and torch.get_autocast_dtype(device_type) == torch.float32
-
-
-def restore() -> None:
-    """Restore torch's own autocast, until the next :func:`cast_model`.
-
-    Example:
-        >>> restore()
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     torch.nn.LayerNorm(4, dtype=torch.bfloat16)(torch.randn(2, 4))
-        Traceback (most recent call last):
-        ...
-        RuntimeError: mixed dtype (CPU): ...
-    """
-    global _library, _under_fp32
-    for each in (_library, _under_fp32):
-        if each is not None:
-            each._destroy()
-    _library = _under_fp32 = None
 
 
 def widen(argument: Any) -> Any:
@@ -174,6 +133,28 @@ def overloads(name: str) -> list[Any]:
         # TorchScript's own overloads have no kernel.
         and torch._C._dispatch_has_kernel(operator.name())
     ]
+
+
+def _fill(library: Library) -> None:
+    for key, gaps in GAPS.items():
+        for convert, names in gaps.items():
+            for name in names:
+                for operator in overloads(name):
+                    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+                        library.impl(operator, _kernel(operator, convert, key), key)
+
+
+def _widen_weights(library: Library) -> None:
+    for key in GAPS:
+        operator = torch.ops.aten.embedding.default
+        library.impl(operator, _kernel(operator, list, key, widen_result=True), key)
+        for operator in (each for name in _OF_WEIGHTS for each in overloads(name)):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+                library.impl(operator, _kernel(operator, _leave, key), key)
+
+
+_IN_GAPS = Kernels("autocast_kernels", _fill)
+_UNDER_FP32 = Kernels("autocast_to_fp32", _widen_weights)
 
 
 def _kernel(

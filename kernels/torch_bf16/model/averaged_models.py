@@ -6,7 +6,6 @@ at once take one dtype only. An average made after the cast is bf16, and rounds 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,42 +15,40 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement
 
 from .averaging import rounds_stochastically
 from .blended_weights import exempt
 from .cast_modules import is_of_cast_model
 from .lerped_averages import forget_warning
 
-__all__ = ["restore", "watch_averages"]
+__all__ = ["watch_averages"]
 
 _warned: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-_original: Any = AveragedModel.update_parameters
 
 
 def watch_averages() -> None:
     """Compute averages in their own dtype, and warn about bf16 averages of a cast model.
 
-    For the whole process, until :func:`restore`.
+    For the whole process.
     """
-    if AveragedModel.update_parameters is _original and is_enabled("averaged_model"):
-        AveragedModel.update_parameters = functools.wraps(_original)(_update_parameters)
+    _UPDATE.apply()
 
 
-def restore() -> None:
-    """Restore ``AveragedModel``, until the next :func:`cast_model`."""
-    AveragedModel.update_parameters = _original
+def _updating(original: Any) -> Any:
+    def update_parameters(self: AveragedModel, model: Any) -> None:
+        if isinstance(model, nn.Module):
+            # It is not known which models are copies of a cast one: the dtypes of all are checked.
+            if is_of_cast_model(model):
+                exempt(self.module)
+                _warn_of_bf16(self, model)
+            model = _InDtypesOf(self.module, model)
+        original(self, model)
+
+    return update_parameters
 
 
-def _update_parameters(self: AveragedModel, model: Any) -> None:
-    if isinstance(model, nn.Module):
-        # It is not known which models are copies of a cast one: the dtypes of all are checked.
-        if is_of_cast_model(model):
-            exempt(self.module)
-            _warn_of_bf16(self, model)
-        model = _InDtypesOf(self.module, model)
-    _original(self, model)
+_UPDATE = Replacement("averaged_model", AveragedModel, "update_parameters", _updating)
 
 
 def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
@@ -70,7 +67,7 @@ def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
                 "AveragedModel made before the model is cast, or average.module.float() once it is "
                 "made; or, in 2 bytes per parameter, "
                 "multi_avg_fn=torch_bf16.ema_multi_avg_fn(decay)",
-                stacklevel=3,
+                stacklevel=4,
             )
             return
 

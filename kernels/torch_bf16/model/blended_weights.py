@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement, at_restore
 
 from .cast_modules import bf16_weights
 from .loose_averages import loose_averages
 from .watched_weight import WatchedWeight, is_comparable
 
-__all__ = ["exempt", "look", "restore", "watch_blends"]
+__all__ = ["exempt", "look", "watch_blends"]
 
 # Steps since a model was cast or copied, and from there until weights that were not written are
 # left out, and until the window ends. The first comes soon; averages may still be so close to their
@@ -35,8 +35,6 @@ __all__ = ["exempt", "look", "restore", "watch_blends"]
 _WINDOWS = {8: (16, 64), 1000: (32, 128), 10_000: (32, 128), 100_000: (32, 128)}
 # Weights that are watched to the end of a window, and searches for loose averages after a cast.
 _SAMPLED, _SEARCHES = 4, 2
-
-_original: Any = nn.Parameter.__deepcopy__
 
 _steps = 0
 # The step with which the present window begins, or the next one; None after the last.
@@ -54,14 +52,7 @@ def watch_blends() -> None:
     global _warned, _searches
     _warned, _searches = False, _SEARCHES
     _begin_anew()
-    if nn.Parameter.__deepcopy__ is _original and is_enabled("parameter_deepcopy"):
-        nn.Parameter.__deepcopy__ = functools.wraps(_original)(_deepcopy)
-
-
-def restore() -> None:
-    """Restore ``Parameter.__deepcopy__``, and watch nothing until the next :func:`cast_model`."""
-    nn.Parameter.__deepcopy__ = _original
-    _end()
+    _DEEPCOPY.apply()
 
 
 def look(optimizer: torch.optim.Optimizer) -> None:
@@ -137,13 +128,20 @@ def _end() -> None:
     _copies.clear()
 
 
-def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
-    is_new = id(self) not in memo
-    copy = _original(self, memo)
-    if is_new and not (_swaps() or _warned) and is_comparable(copy):
-        _copies[copy] = id(self)
-        _begin_anew()
-    return copy
+def _noting(original: Any) -> Any:
+    def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+        is_new = id(self) not in memo
+        copy = original(self, memo)
+        if is_new and not (_swaps() or _warned) and is_comparable(copy):
+            _copies[copy] = id(self)
+            _begin_anew()
+        return copy
+
+    return deepcopy
+
+
+_DEEPCOPY = Replacement("parameter_deepcopy", nn.Parameter, "__deepcopy__", _noting)
+at_restore(_end)
 
 
 def _swaps() -> bool:

@@ -9,7 +9,6 @@ Without a mode they would cost microseconds for nothing.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Kernels, Replacement
 
 from .autocast import computes_in_fp32, overloads
 
-__all__ = ["decompose_under_autocast", "restore"]
+__all__ = ["decompose_under_autocast"]
 
 # Composite, with matrix products inside, and without a rule of autocast on one kind of device.
 _COMPOSITE = (
@@ -32,16 +31,12 @@ _COMPOSITE = (
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _KEYS = ("AutocastCPU", "AutocastCUDA")
 
-_original: Any = None
-# The registrations last as long as this object.
-_library: Library | None = None
-
 
 def decompose_under_autocast() -> None:
     """Let composite operations keep autocast below every ``TorchDispatchMode``.
 
-    For the whole process, until :func:`restore`; :func:`cast_model` calls it. Only the first entry
-    into a mode registers the kernels.
+    For the whole process; :func:`cast_model` calls it. Only the first entry into a mode registers
+    the kernels.
 
     Example:
         >>> from torch.utils.flop_counter import FlopCounterMode
@@ -52,41 +47,33 @@ def decompose_under_autocast() -> None:
         ...     torch.einsum("bi,oi->bo", torch.ones(3, 4), weight).dtype
         torch.bfloat16
     """
-    global _original
-    if _original is None and is_enabled("dispatch_mode_enter"):
-        _original = TorchDispatchMode.__enter__
-        TorchDispatchMode.__enter__ = functools.wraps(_original)(_enter)
+    _ENTER.apply()
 
 
-def restore() -> None:
-    """Restore ``TorchDispatchMode`` and torch's own autocast, until the next :func:`cast_model`."""
-    global _original, _library
-    if _original is not None:
-        TorchDispatchMode.__enter__ = _original
-    if _library is not None:
-        _library._destroy()
-    _original = _library = None
+def _registering(original: Any) -> Any:
+    def enter(self: Any) -> Any:
+        # torch.compile's own modes trace programs, which are to stay what they are.
+        if not self.is_infra_mode():
+            _DECOMPOSING.apply()
+        return original(self)
+
+    return enter
 
 
-def _enter(self: Any) -> Any:
-    # torch.compile's own modes trace programs, which are to stay what they are.
-    if _library is None and not self.is_infra_mode():
-        _register()
-    return _original(self)
-
-
-def _register() -> None:
-    global _library
-    _library = Library("aten", "IMPL")
+def _register(library: Library) -> None:
     for key in _KEYS:
         for name in (*_COMPOSITE, *_FUSED):
             for operator in overloads(name):
                 if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
                     continue
                 if name in _FUSED:
-                    _library.impl(operator, _fused(operator, key), key, with_keyset=True)
+                    library.impl(operator, _fused(operator, key), key, with_keyset=True)
                 else:
-                    _library.impl(operator, operator.decompose, key)
+                    library.impl(operator, operator.decompose, key)
+
+
+_ENTER = Replacement("dispatch_mode_enter", TorchDispatchMode, "__enter__", _registering)
+_DECOMPOSING = Kernels("dispatch_mode_enter", _register)
 
 
 def _fused(operator: Any, key: str) -> Any:

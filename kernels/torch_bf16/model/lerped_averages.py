@@ -7,7 +7,6 @@ only, so an fp32 average could not follow bf16 weights; a bf16 one hardly moves.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.sharding import local
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement, at_restore
 
 from .cast_modules import bf16_weights, trained_weights
 
-__all__ = ["forget_warning", "has_address", "is_named", "restore", "watch_lerps"]
+__all__ = ["forget_warning", "has_address", "is_named", "watch_lerps"]
 
-_torch: Any = torch  # whose private names a type checker does not know
-
-_original: Any = _torch._foreach_lerp_
-_original_single: Any = Tensor.lerp_
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 _named: set[int] = set()
 """Addresses of averages that a warning has named."""
@@ -44,21 +40,11 @@ _followed: set[int] = set()
 def watch_lerps() -> None:
     """Let both functions move each tensor in its own dtype, and warn of bf16 averages.
 
-    For the whole process, until :func:`restore`.
+    For the whole process.
     """
     _forget_lookups()
-    if _torch._foreach_lerp_ is _original and is_enabled("foreach_lerp"):
-        _torch._foreach_lerp_ = functools.wraps(_original)(_foreach_lerp_)
-    if Tensor.lerp_ is _original_single and is_enabled("tensor_lerp"):
-        Tensor.lerp_ = functools.wraps(_original_single)(_lerp_)
-
-
-def restore() -> None:
-    """Restore both functions, until the next :func:`cast_model`."""
-    _torch._foreach_lerp_ = _original
-    Tensor.lerp_ = _original_single
-    _named.clear()
-    _forget_lookups()
+    _FOREACH_LERP.apply()
+    _TENSOR_LERP.apply()
 
 
 def forget_warning(average: Tensor) -> None:
@@ -72,27 +58,37 @@ def is_named(average: Tensor) -> bool:
     return address in _named or address in _followed
 
 
-def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or len(self) != len(tensors1):
-        return _original(self, tensors1, *args, **kwargs)
-    pairs = list(zip(self, tensors1, strict=True))
-    if any(average.dtype != value.dtype for average, value in pairs):
-        tensors1 = [value.to(average.dtype) for average, value in pairs]
-    weight = kwargs.get("weight", args[0] if args else None)
-    if _lookups > 0 and isinstance(weight, float) and 0 < weight < 1:
-        _warn_of_bf16(pairs)
-    return _original(self, tensors1, *args, **kwargs)
+def _moving_many(original: Any) -> Any:
+    def foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or len(self) != len(tensors1):
+            return original(self, tensors1, *args, **kwargs)
+        pairs = list(zip(self, tensors1, strict=True))
+        if any(average.dtype != value.dtype for average, value in pairs):
+            tensors1 = [value.to(average.dtype) for average, value in pairs]
+        weight = kwargs.get("weight", args[0] if args else None)
+        if _lookups > 0 and isinstance(weight, float) and 0 < weight < 1:
+            _warn_of_bf16(pairs)
+        return original(self, tensors1, *args, **kwargs)
+
+    return foreach_lerp_
 
 
-def _lerp_(self: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or not isinstance(end, Tensor):
-        return _original_single(self, end, *args, **kwargs)
-    if (self.dtype, end.dtype) == (torch.float32, torch.bfloat16):
-        end = end.float()
-    weight = kwargs.get("weight", args[0] if args else None)
-    if self.dtype == torch.bfloat16 and isinstance(weight, float) and 0 < weight < 1:
-        _warn_of_one(self, end)
-    return _original_single(self, end, *args, **kwargs)
+def _moving_one(original: Any) -> Any:
+    def lerp_(self: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not isinstance(end, Tensor):
+            return original(self, end, *args, **kwargs)
+        if (self.dtype, end.dtype) == (torch.float32, torch.bfloat16):
+            end = end.float()
+        weight = kwargs.get("weight", args[0] if args else None)
+        if self.dtype == torch.bfloat16 and isinstance(weight, float) and 0 < weight < 1:
+            _warn_of_one(self, end)
+        return original(self, end, *args, **kwargs)
+
+    return lerp_
+
+
+_FOREACH_LERP = Replacement("foreach_lerp", torch, "_foreach_lerp_", _moving_many)
+_TENSOR_LERP = Replacement("tensor_lerp", Tensor, "lerp_", _moving_one)
 
 
 def _warn_of_one(average: Tensor, value: Tensor) -> None:
@@ -114,7 +110,7 @@ def _warn_of_one(average: Tensor, value: Tensor) -> None:
     is_first = not _followed
     _followed.add(address)
     if is_first:
-        _warn(_names[source], "Tensor.lerp_", stacklevel=4)
+        _warn(_names[source], "Tensor.lerp_", stacklevel=5)
 
 
 def _forget_lookups() -> None:
@@ -127,7 +123,7 @@ def _forget_lookups() -> None:
 def has_address(tensor: Tensor) -> bool:
     """Whether it is plain memory: sparse tensors and those of torch.func have no address."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return plain and not _torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return plain and not _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _look_up() -> dict[int, str]:
@@ -152,7 +148,7 @@ def _warn_of_bf16(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for _, value in narrow:
         if name := names.get(value):
             _named.update(average for average, _ in narrow)
-            _warn(name, "torch._foreach_lerp_", stacklevel=4)
+            _warn(name, "torch._foreach_lerp_", stacklevel=5)
             return
 
 
@@ -165,3 +161,11 @@ def _warn(name: str, function: str, stacklevel: int) -> None:
         "module once it is made; it then follows the bf16 weights in fp32",
         stacklevel=stacklevel,
     )
+
+
+def _forget() -> None:
+    _named.clear()
+    _forget_lookups()
+
+
+at_restore(_forget)

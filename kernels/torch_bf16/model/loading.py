@@ -6,67 +6,64 @@ as ``cast_model`` does, so that an exact master starts from the fp32 weights in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement
 
 from . import remainders
 from .cast_modules import stored_by
 
-__all__ = ["restore", "watch_loading"]
-
-_original: Any = nn.Module._load_from_state_dict
+__all__ = ["watch_loading"]
 
 
 def watch_loading() -> None:
     """Let cast modules remember the bits that bf16 drops from the fp32 weights that they load.
 
-    For the whole process, until :func:`restore`.
+    For the whole process.
     """
-    if nn.Module._load_from_state_dict is _original and is_enabled("load_from_state_dict"):
-        nn.Module._load_from_state_dict = functools.wraps(_original)(_load_from_state_dict)
+    _LOADING.apply()
 
 
-def restore() -> None:
-    """Restore torch's own loading, until the next :func:`cast_model`."""
-    nn.Module._load_from_state_dict = _original
+def _remembering(original: Any) -> Any:
+    def load_from_state_dict(
+        self: nn.Module,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        bits_of, errors = {}, len(error_msgs)
+        recipe = stored_by(self)
+        if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
+            for key, parameter in _fp32_weights(self, state_dict, prefix):
+                # Rounded here: torch rounds ties differently, and their remainders would not fit.
+                state_dict[key], bits = remainders.split(state_dict[key].detach(), recipe)
+                if bits is not None:
+                    bits_of[id(parameter)] = bits
+        original(
+            self,
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        if bits_of and len(error_msgs) == errors:
+            remainders.remember(self, bits_of)
+
+    return load_from_state_dict
 
 
-def _load_from_state_dict(
-    self: nn.Module,
-    state_dict: MutableMapping[str, Any],
-    prefix: str,
-    local_metadata: Mapping[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    bits_of, errors = {}, len(error_msgs)
-    recipe = stored_by(self)
-    if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
-        for key, parameter in _fp32_weights(self, state_dict, prefix):
-            # Rounded here: torch rounds ties differently, and their remainders would not fit.
-            state_dict[key], bits = remainders.split(state_dict[key].detach(), recipe)
-            if bits is not None:
-                bits_of[id(parameter)] = bits
-    _original(
-        self,
-        state_dict,
-        prefix,
-        local_metadata,
-        strict,
-        missing_keys,
-        unexpected_keys,
-        error_msgs,
-    )
-    if bits_of and len(error_msgs) == errors:
-        remainders.remember(self, bits_of)
+_LOADING = Replacement("load_from_state_dict", nn.Module, "_load_from_state_dict", _remembering)
 
 
 def _fp32_weights(

@@ -9,7 +9,6 @@ model that computes without autocast has a context for these errors alone.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,37 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement
 
 from .cast_modules import name_in_cast_model
 
-__all__ = ["name_parts_in_errors", "name_weights_in_errors", "restore"]
+__all__ = ["name_parts_in_errors", "name_weights_in_errors"]
 
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'|Low precision dtypes not supported")
 
 _FP16 = torch.float16
 
-_original: Any = None
-
 
 def name_weights_in_errors() -> None:
     """Let errors about two dtypes name the weight of a cast model, and say what to do.
 
-    For the whole process, until :func:`restore`.
+    For the whole process.
     """
-    global _original
-    if _original is None and is_enabled("autocast_exit"):
-        _original = torch.autocast.__exit__
-        torch.autocast.__exit__ = functools.wraps(_original)(_exit)  # pyright: ignore
-
-
-def restore() -> None:
-    """Restore ``torch.autocast``, until the next :func:`cast_model`."""
-    global _original
-    if _original is not None:
-        torch.autocast.__exit__ = _original
-        _original = None
+    _AUTOCAST_EXIT.apply()
 
 
 @contextmanager
@@ -67,10 +53,18 @@ def name_parts_in_errors() -> Iterator[None]:
         raise
 
 
-def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackType | None) -> Any:
-    if isinstance(error, RuntimeError) and _MIXED.search(str(error)):
-        _explain(error, trace, self)
-    return _original(self, kind, error, trace)
+def _explaining(original: Any) -> Any:
+    def leave(
+        self: Any, kind: Any, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        if isinstance(error, RuntimeError) and _MIXED.search(str(error)):
+            _explain(error, trace, self)
+        return original(self, kind, error, trace)
+
+    return leave
+
+
+_AUTOCAST_EXIT = Replacement("autocast_exit", torch.autocast, "__exit__", _explaining)
 
 
 def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> None:

@@ -7,7 +7,6 @@ dtype of bf16 weights as they load them. So these methods of a wrapper use those
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from operator import is_
@@ -18,34 +17,17 @@ import torch
 from torch_bf16.engine.states import States
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.states.schema import HEADER
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement
 
-__all__ = ["follow_sharers", "pass_on", "restore"]
+__all__ = ["follow_sharers", "pass_on"]
 
 _Optimizer: Any = torch.optim.Optimizer
-_replaced: dict[str, tuple[Any, Any]] = {}
-"""For each method, what was there before, and ours."""
 
 
 def follow_sharers() -> None:
-    """Let optimizers that share our states save and load them as we do, until :func:`restore`."""
-    if not _replaced and is_enabled("optimizer_state_dict"):
-        for name, replace in (("state_dict", _saving), ("load_state_dict", _loading)):
-            original = getattr(_Optimizer, name)
-            ours = functools.wraps(original)(replace(original))
-            setattr(_Optimizer, name, ours)
-            _replaced[name] = original, ours
-
-
-def restore() -> None:
-    """Restore the methods of ``torch.optim.Optimizer``, until the next optimizer of ours.
-
-    One that something else has replaced since then stays.
-    """
-    for name, (original, ours) in _replaced.items():
-        if getattr(_Optimizer, name) is ours:
-            setattr(_Optimizer, name, original)
-    _replaced.clear()
+    """Let optimizers that share our states save and load them as we do."""
+    _STATE_DICT.apply()
+    _LOAD_STATE_DICT.apply()
 
 
 def pass_on(attributes: dict[str, Any], states: States) -> None:
@@ -103,3 +85,7 @@ def _loading(original: Any) -> Any:
             self.param_groups = owner.param_groups
 
     return load_state_dict
+
+
+_STATE_DICT = Replacement("optimizer_state_dict", _Optimizer, "state_dict", _saving)
+_LOAD_STATE_DICT = Replacement("optimizer_state_dict", _Optimizer, "load_state_dict", _loading)

@@ -9,23 +9,20 @@ which a mode converts; ``torch_bf16.AdamW`` still means ours.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from torch_bf16.torch_patches import is_enabled
+from torch_bf16.torch_patches import Replacement
 
-__all__ = ["leave_out_namesakes", "restore"]
-
-_Optimizer: Any = torch.optim.Optimizer
+__all__ = ["leave_out_namesakes"]
 
 
 def leave_out_namesakes() -> None:
     """Leave our classes that have the name of torch's out of ``Optimizer.__subclasses__()``.
 
-    For the whole process, until :func:`restore`. Importing this package calls it, and
-    :func:`convert`.
+    For the whole process. Importing this package calls it, and :func:`convert`.
 
     Example:
         >>> leave_out_namesakes()
@@ -36,23 +33,23 @@ def leave_out_namesakes() -> None:
     """
     # The first cast refuses a variable that names an unknown patch; an import must not fail on it.
     with contextlib.suppress(ValueError):
-        if "__subclasses__" not in vars(_Optimizer) and is_enabled("optimizer_subclasses"):
-            _Optimizer.__subclasses__ = classmethod(lambda cls: [*_listed(cls)])
+        _SUBCLASSES.apply()
 
 
-def restore() -> None:
-    """Restore ``Optimizer.__subclasses__``, until the next :func:`convert`."""
-    if "__subclasses__" in vars(_Optimizer):
-        del _Optimizer.__subclasses__
+def _listing(original: Any) -> classmethod[Any, Any, Any]:
+    # A list that another library has replaced is a class method, too.
+    subclasses = getattr(original, "__func__", type.__subclasses__)
+    return classmethod(lambda cls: [*_listed(cls, subclasses)])
 
 
-def _listed(cls: type) -> Iterator[type]:
-    for each in type.__subclasses__(cls):
+def _listed(cls: type, subclasses: Callable[[type], list[type]]) -> Iterator[type]:
+    for each in subclasses(cls):
         if getattr(vars(each).get("torch_class"), "__name__", None) == each.__name__:
             # A user's own subclass of ours has no other parent in the lists.
-            yield from _listed(each)
+            yield from _listed(each, subclasses)
         else:
             yield each
 
 
+_SUBCLASSES = Replacement("optimizer_subclasses", torch.optim.Optimizer, "__subclasses__", _listing)
 leave_out_namesakes()
