@@ -84,7 +84,7 @@ def test_an_fp32_average_follows_copies_of_a_cast_model_and_parts_of_one(how, co
 
 def test_a_bf16_average_of_a_part_of_a_cast_model_is_named():
     holder = cast_model(Holder())
-    with pytest.warns(UserWarning, match=r"average of '0\.weight' in bfloat16"):
+    with pytest.warns(UserWarning, match=r"average of '0\.weight' is bfloat16"):
         AveragedModel(holder.net).update_parameters(holder.net)
 
 
@@ -92,7 +92,9 @@ def test_a_bf16_average_of_a_part_of_a_cast_model_is_named():
 def test_a_bf16_average_is_named_once_with_what_works(how):
     average = HOW[how](cast_model(network()))
     model = cast_model(network())
-    match = r"average of '0\.weight' in bfloat16, .* works: torch_bf16\.EMA\(model, decay\)"
+    match = (
+        r"average of '0\.weight' is bfloat16, .* AveragedModel rounds .* works: torch_bf16\.EMA\("
+    )
     with pytest.warns(UserWarning, match=match) as caught:
         average.update_parameters(model)
     average.update_parameters(model)  # a second warning would be an error

@@ -21,12 +21,6 @@ from torch_bf16.torch_patches import SWITCH
 STEPS = 40
 
 
-@pytest.fixture(autouse=True)
-def nothing_named():
-    """Addresses of averages that an earlier test has freed may be used again."""
-    torch_patches.restore()
-
-
 class Siamese(nn.Module):
     """A network that is trained, and one that follows it."""
 
@@ -55,6 +49,10 @@ def write_through_data(target, weight):
 
 def lerp(target, weight):
     target.lerp_(weight.to(target.dtype), 0.01)
+
+
+def foreach_lerp(target, weight):
+    torch._foreach_lerp_([target], [weight], 0.01)
 
 
 def copy_each_time(target, weight):
@@ -100,7 +98,7 @@ def prepared(model, recipe="bf16-stochastic", **options):
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
-@pytest.mark.parametrize("blend", [mul_add, assign_data, write_through_data, lerp])
+@pytest.mark.parametrize("blend", [mul_add, assign_data, write_through_data, lerp, foreach_lerp])
 @pytest.mark.parametrize("in_a_group", [False, True])
 def test_a_target_network_in_bf16_is_named_once(blend, recipe, in_a_group):
     model = Siamese()
@@ -335,9 +333,21 @@ def test_an_average_of_torch_is_named_by_its_own_warning_alone():
             train(model, optimizer, model, model, lambda *_: None, 1)
             average.update_parameters(model)
 
-    with pytest.warns(UserWarning, match="AveragedModel keeps its average") as caught:
+    with pytest.warns(UserWarning, match="AveragedModel rounds it to nearest") as caught:
         train_both()
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: nn.ParameterList(averages_of(m))])
+def test_an_average_that_lerp_moves_is_named_by_its_own_warning_alone(make):
+    model, optimizer = prepared(nn.Linear(32, 32))
+    with pytest.warns(UserWarning, match="lerp_ rounds it to nearest") as caught:
+        train(model, optimizer, model, make(model), lerp, 2 * STEPS)
+    assert len(caught) == 1
+
+
+def averages_of(model):
+    return [each.detach().clone() for each in model.parameters()]
 
 
 def test_nothing_is_kept_alive_and_nothing_looked_at_after_the_windows(monkeypatch):

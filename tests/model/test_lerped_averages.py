@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_bf16 import cast_model
-from torch_bf16.model import lerped_averages
+from torch_bf16.model import foreign_averages
 
 DECAY = 0.999
 
@@ -70,7 +70,7 @@ def test_a_bf16_average_is_named_once_with_what_works(kind):
     model = nn.ModuleDict({"net": network()})
     cast_model(model)
     ema = kind(model["net"])
-    match = r"average of 'net\.0\.weight' is bfloat16, .* works: make the average before"
+    match = r"average of 'net\.0\.weight' is bfloat16, .* works: .* make the average before"
     with pytest.warns(UserWarning, match=match) as caught:
         ema.update(model["net"])
     ema.update(model["net"])  # a second warning would be an error
@@ -94,9 +94,22 @@ def test_what_loses_nothing_is_not_named(kind):
 def test_an_averaged_model_that_was_named_is_not_named_again():
     model = cast_model(network())
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    with pytest.warns(UserWarning, match="in bfloat16") as caught:
+    with pytest.warns(UserWarning, match="is bfloat16") as caught:
         [average.update_parameters(model) for _ in range(3)]  # the first one copies
     assert len(caught) == 1
+
+
+def test_one_average_is_named_after_each_cast():
+    """Whatever else is averaged in bf16 is seen once that one is mended."""
+    model = cast_model(network())
+    many, one_by_one, of_torch = Ema(model), OneByOne(model), AveragedModel(model)
+    with pytest.warns(UserWarning, match="foreach_lerp_ rounds it to nearest"):
+        many.update(model)
+    one_by_one.update(model)
+    of_torch.update_parameters(model)
+    cast_model(network())
+    with pytest.warns(UserWarning, match=r"Tensor\.lerp_ rounds it to nearest"):
+        one_by_one.update(model)
 
 
 def test_weights_as_lists_and_the_errors_of_torch_stay():
@@ -125,10 +138,10 @@ def test_moments_of_an_optimizer_are_looked_up_a_limited_number_of_times(monkeyp
     cast_model(network())
     other = nn.Linear(4, 4, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(other.parameters(), foreach=True)
-    found, lookups = lerped_averages.trained_weights, []
-    monkeypatch.setattr(lerped_averages, "trained_weights", lambda: lookups.append(0) or found())
-    monkeypatch.setattr(lerped_averages, "_LOOKUPS", 3)
-    lerped_averages.watch_lerps()
+    found, lookups = foreign_averages.bf16_weights, []
+    monkeypatch.setattr(foreign_averages, "bf16_weights", lambda: lookups.append(0) or found())
+    monkeypatch.setattr(foreign_averages, "_LOOKUPS", 3)
+    foreign_averages.watch_averages()
     for _ in range(5):
         other(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()

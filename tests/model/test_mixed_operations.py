@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_bf16 import cast_model, get_recipe, torch_patches
-from torch_bf16.model import autocast, lerped_averages
+from torch_bf16.model import autocast, foreign_averages
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 
@@ -126,7 +126,7 @@ def test_without_this_package_torch_refuses_it(name):
             compute(function, weight)
     finally:
         autocast.fill_gaps()
-        lerped_averages.watch_lerps()
+        foreign_averages.watch_averages()
 
 
 def test_what_is_written_in_place_keeps_its_dtype():

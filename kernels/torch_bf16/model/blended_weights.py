@@ -26,7 +26,7 @@ from .cast_modules import bf16_weights
 from .loose_averages import loose_averages
 from .watched_weight import WatchedWeight, is_comparable
 
-__all__ = ["exempt", "look", "watch_blends"]
+__all__ = ["exempt", "leave_copies", "look", "watch_blends"]
 
 # Steps since a model was cast or copied, and from there until weights that were not written are
 # left out, and until the window ends. The first comes soon; averages may still be so close to their
@@ -113,6 +113,14 @@ def exempt(module: nn.Module) -> None:
             _copies.pop(each, None)
         exempted = {*map(id, parameters)}
         _weights[:] = [each for each in _weights if id(each.get()) not in exempted]
+
+
+def leave_copies() -> None:
+    """Watch only what is in cast models: another warning has named an average of one."""
+    global _warned, _searches
+    _warned, _searches = True, 0
+    _copies.clear()
+    _weights[:] = [each for each in _weights if each.kind == "in the model"]
 
 
 def _begin_anew() -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "note",
     "recast_weights",
     "stored_by",
-    "trained_weights",
 ]
 
 
@@ -126,13 +125,6 @@ def bf16_weights() -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
         for name, p in sub.named_parameters(recurse=False):
             if p.dtype == torch.bfloat16:
                 yield f"{cast.name}.{name}".removeprefix("."), sub, name, p
-
-
-def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
-    """The bf16 weights of cast models that require gradients, with their names there."""
-    for name, _, _, p in bf16_weights():
-        if p.requires_grad:
-            yield name, p
 
 
 def recast_weights() -> Iterator[nn.Parameter]:

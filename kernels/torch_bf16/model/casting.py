@@ -27,12 +27,11 @@ from torch_bf16.sharding import has_run, local, units, without_wrappers
 
 from . import cast_modules
 from .autocast import fill_gaps, widen
-from .averaged_models import watch_averages
 from .blended_weights import watch_blends
 from .carried_autocast import CarriedForward, called_through, carry_autocast, check_scripted
 from .composite_operations import decompose_under_autocast
 from .declared_fp32 import declared_fp32
-from .lerped_averages import watch_lerps
+from .foreign_averages import watch_averages
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
@@ -114,7 +113,6 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     decompose_under_autocast()
     name_weights_in_errors()
     watch_averages()
-    watch_lerps()
     watch_blends()
     watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .cast_modules import bf16_weights
-from .lerped_averages import is_named
 from .watched_weight import WatchedWeight, bits_of, is_plain, is_readable
 
 __all__ = ["loose_averages"]
@@ -48,7 +47,7 @@ def loose_averages(
     found: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
     for each in filter(is_readable, tensors):
         place = each.shape, each.device
-        if place in alike and each.data_ptr() not in taken and not is_named(each):
+        if place in alike and each.data_ptr() not in taken:
             found.setdefault(place, []).append(each)
     for place, some in found.items():
         weights, compared = alike[place], some[:_COMPARED]

@@ -5,21 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .lerped_averages import has_address, is_named
 from .stochastic_writes import looks_stochastic
 
-__all__ = ["WatchedWeight", "bits_of", "is_comparable", "is_plain", "is_readable"]
+__all__ = ["WatchedWeight", "bits_of", "has_address", "is_comparable", "is_plain", "is_readable"]
 
 _ELEMENTS = 4096
 # If updates are lost, most numbers stay, and the others move by a few bf16 spacings, by more near
 # zero. A memory bank or a pruning mask replaces numbers by unrelated ones.
 _LOSSY_WRITES, _SMALL_MOVE = 2, 16
 _AVERAGE = "torch_bf16.EMA(model, decay) is such an average"
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 _Kind = Literal["in the model", "copy", "loose"]
 
@@ -105,9 +106,7 @@ class WatchedWeight:
             and looks_stochastic(before, self.bits, bits_of(source))
         ):
             return False
-        self.is_harmless = is_named(weight) or any(
-            _loses_nothing(weight, self.bits, each) for each in trained()
-        )
+        self.is_harmless = any(_loses_nothing(weight, self.bits, each) for each in trained())
         self.lossy += not self.is_harmless
         return not self.is_harmless and self.lossy == _LOSSY_WRITES
 
@@ -158,6 +157,12 @@ def is_comparable(weight: Tensor) -> bool:
         # Its memory may have been freed, as FSDP1 does; a view then still has an address.
         and weight.untyped_storage().nbytes() > 0
     )
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether it is plain memory: sparse tensors and those of torch.func have no address."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return plain and not _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
