@@ -5,6 +5,9 @@ autocast, which lies above, does not reach the products inside: fp32 inputs then
 The same holds, without gradients, for the fused layer of ``nn.TransformerEncoderLayer``. So from
 the first mode on, autocast has kernels that decompose these operations before a mode gets them.
 Without a mode they would cost microseconds for nothing.
+
+Users need not ask for a mode: torch_uncertainty's routines count the FLOPs of each test, which
+Lightning runs in inference mode.
 """
 
 from __future__ import annotations
