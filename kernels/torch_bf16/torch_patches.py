@@ -170,56 +170,64 @@ def is_enabled(name: str) -> bool:
 class Replacement:
     """An attribute of torch that ours takes the place of, for the whole process.
 
-    Other libraries replace the same attributes. Ours calls what is there when it is applied, and
-    what they put on top of it later stays there when ours is undone.
+    Other libraries replace the same attributes. Ours calls what is there when it is applied. What
+    they put on top of it later stays there when ours is undone, and ours only passes calls on.
 
     Args:
         patch: the name of the patch.
         owner: the class or module with the attribute.
         attribute: its name.
-        make: takes what is there and returns what takes its place: a function, or a descriptor.
+        make: takes what is there and returns what takes its place: a function; or a descriptor,
+            which acts as long as something else calls it.
     """
 
     def __init__(self, patch: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
         self._patch, self._owner, self._attribute, self._make = patch, owner, attribute, make
-        self._ours: Any = None
-        self._before: Any = _ABSENT
+        # Ours, each with what it took the place of. There are several if others lie in between.
+        self._layers: list[tuple[Any, Any]] = []
+        self._latest: Any = None
         at_restore(self.undo)
 
     def apply(self) -> None:
         """Put ours on top, unless it is there or the patch is turned off."""
-        if self._is_on_top() or not is_enabled(self._patch):
+        if self._top() is self._latest or not is_enabled(self._patch):
             return
         with _lock:
-            if self._is_on_top():
-                return
-            before = vars(self._owner).get(self._attribute, _ABSENT)
-            called = getattr(self._owner, self._attribute)
-            ours = self._make(called)
-            if callable(ours):
-                ours = self._passing_on(ours, called)
-            setattr(self._owner, self._attribute, ours)
-            self._ours, self._before = ours, before
+            top, known = self._top(), [ours for ours, _ in self._layers]
+            if top in known:  # what was on top of it for a while is gone, with ours above that
+                del self._layers[known.index(top) + 1 :]
+            else:
+                called = getattr(self._owner, self._attribute)
+                ours = self._make(called)
+                if callable(ours):
+                    ours = self._passing_on(ours, called)
+                setattr(self._owner, self._attribute, ours)
+                self._layers.append((ours, top))
+            self._latest = self._layers[-1][0]
 
     def undo(self) -> None:
         """Put back what was there before, until the next :meth:`apply`."""
         with _lock:
-            if self._is_on_top():
-                if self._before is _ABSENT:
+            for ours, before in reversed(self._layers):
+                if self._top() is not ours:
+                    continue
+                if before is _ABSENT:
                     delattr(self._owner, self._attribute)
                 else:
-                    setattr(self._owner, self._attribute, self._before)
-            self._ours, self._before = None, _ABSENT
+                    setattr(self._owner, self._attribute, before)
+            self._layers.clear()
+            self._latest = None
 
-    def _is_on_top(self) -> bool:
-        return self._ours is not None and vars(self._owner).get(self._attribute) is self._ours
+    def _top(self) -> Any:
+        return vars(self._owner).get(self._attribute, _ABSENT)
 
     def _passing_on(self, acting: Callable[..., Any], called: Callable[..., Any]) -> Any:
-        """A function that acts as long as it is the latest of ours, however deep it lies."""
+        """A function that acts if it is the latest of ours, or on top once that is gone."""
 
         @functools.wraps(called)
         def ours(*args: Any, **kwargs: Any) -> Any:
-            return (acting if self._ours is ours else called)(*args, **kwargs)
+            acts = self._latest is ours or (self._layers and self._top() is ours)
+            return (acting if acts else called)(*args, **kwargs)
 
         return ours
 
@@ -263,8 +271,6 @@ def at_restore(function: Callable[[], None]) -> None:
 
 def restore() -> None:
     """Undo every patch that was applied in this process; the next use applies it again.
-
-    What another library has put on top of ours stays there, and ours below it does nothing.
 
     Example:
         >>> restore()

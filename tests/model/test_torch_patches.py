@@ -244,6 +244,23 @@ def test_ours_acts_once_whatever_is_put_on_top_of_it_or_back(counting):
         assert Counts().count(0) == 0
 
 
+def test_ours_acts_again_when_what_lay_on_top_while_it_was_applied_is_gone(counting):
+    """As after a context that replaces a function and in which a second model is cast."""
+    stock = Counts.count
+    counting.apply()
+    ours = Counts.count
+    for _ in range(3):
+        Counts.count = lambda self, number: ours(self, number)
+        counting.apply()
+        assert Counts().count(0) == 1
+        Counts.count = ours
+        assert Counts().count(0) == 1
+        counting.apply()
+        assert Counts.count is ours
+    counting.undo()
+    assert Counts.count is stock
+
+
 def test_threads_that_apply_at_once_apply_it_once(counting):
     for _ in range(50):
         barrier = threading.Barrier(4)
