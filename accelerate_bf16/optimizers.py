@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torch_bf16
@@ -14,18 +14,15 @@ __all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, below Accelerate's wrapper, or the converted one inside it.
+    """The user's optimizer, below Accelerate's wrapper, or the converted one that steps for it.
 
-    SAM, for example, shares the groups of a base optimizer, which takes the steps and may have been
-    converted already.
+    SAM and Lookahead leave all steps to a base optimizer. ZeRO's local one takes a part of them.
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    for each in vars(optimizer).values():
-        same = getattr(each, "param_groups", None) is optimizer.param_groups
-        if same and isinstance(each, torch_bf16.BF16Optimizer):
-            return each
-    return optimizer
+    ours = torch_bf16.held_optimizers(optimizer)
+    same = len(ours) == 1 and _parameters_of(ours[0]) == _parameters_of(optimizer)
+    return ours[0] if same else optimizer
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
@@ -36,5 +33,8 @@ def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF1
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates a parameter of a model."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in trained for parameter in model.parameters())
+    return not _parameters_of(optimizer).isdisjoint(model.parameters())
+
+
+def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}

@@ -16,7 +16,7 @@ import torch_bf16
 from ._patches import patches
 from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
-from .optimizers import converted_optimizers, trains, unwrap_optimizer
+from .optimizers import trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
@@ -74,7 +74,7 @@ class Preparation:
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         self._optimizers = _unique([*self._optimizers, *map(unwrap_optimizer, new_optimizers)])
         for optimizer in self._optimizers:
-            if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+            if not torch_bf16.held_optimizers(optimizer):
                 torch_bf16.convert(optimizer, self._recipe, model=self._naming_module(optimizer))
                 self._converted.append(optimizer)
 
@@ -185,13 +185,14 @@ class Preparation:
         untrained = [each for each in self._cast if any(True for _ in each.parameters())]
         for optimizer, trained in self._newly_trained():
             untrained = [each for each in untrained if each not in trained]
-            line = self._line(torch_bf16.describe(trained, optimizer))
-            if any(each in self._with_fp32_adapters for each in trained):
-                line += (
-                    "; adapters stay float32 as peft made them, autocast_adapter_dtype=False makes "
-                    "them bfloat16"
-                )
-            yield line
+            for ours in torch_bf16.held_optimizers(optimizer):
+                line = self._line(torch_bf16.describe(trained, ours))
+                if any(each in self._with_fp32_adapters for each in trained):
+                    line += (
+                        "; adapters stay float32 as peft made them, autocast_adapter_dtype=False "
+                        "makes them bfloat16"
+                    )
+                yield line
         for optimizer in self._converted:
             if not any(trains(optimizer, each) for each in self._models):
                 yield (
@@ -222,8 +223,8 @@ class Preparation:
         """A model's recipe with the adapters that stay fp32, looked up before sharding."""
         if id(model) not in self._recipes:
             # An optimizer that the user created as ours keeps its recipe, and the model follows it.
-            recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
-            recipe = next(recipes, self._recipe)
+            held = map(torch_bf16.held_optimizers, self.optimizers_of(model))
+            recipe = next((ours.recipe for each in held for ours in each), self._recipe)
             adapters = fp32_adapters(model)
             keep = (*recipe.keep_fp32, *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)

@@ -13,6 +13,7 @@ check_torch()
 
 from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
 from .checkpoints.files import load_checkpoint, save_checkpoint
+from .engine.wrappers import held_optimizers
 from .environment import (
     mode_from_environment,
     monitor_from_environment,
@@ -100,6 +101,7 @@ __all__ = [
     "fp32_parameters",
     "fp32_state_dict",
     "get_recipe",
+    "held_optimizers",
     "inside_step",
     "load_checkpoint",
     "mode_from_environment",

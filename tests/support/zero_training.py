@@ -150,3 +150,8 @@ def refusals():
         ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, lr=0.01, recipe=RECIPES[0])
     with pytest.raises(ValueError, match="does not see the parameters of other ranks"):
         torch_bf16.convert(ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, lr=0.01))
+    zero = ZeroRedundancyOptimizer(bare, torch.optim.AdamW, lr=0.01)
+    for _ in range(2):
+        assert torch_bf16.convert(zero, RECIPES[0]) is zero
+    with pytest.raises(ValueError, match=r"the AdamW in this ZeroRedundancyOptimizer was made"):
+        torch_bf16.convert(zero, RECIPES[1])

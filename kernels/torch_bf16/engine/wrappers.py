@@ -26,9 +26,21 @@ def optimizers_in(holder: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 def held_optimizers(optimizer: Any) -> list[Any]:
-    """Find our optimizers in an optimizer, at any depth: the innermost ones, each once.
+    """Find the optimizers of this package in an optimizer, at any depth: each innermost one once.
 
-    An optimizer of ours that holds no other is found itself.
+    One of this package, or a converted one, that holds no other is found itself.
+
+    Args:
+        optimizer: an optimizer, perhaps around others, as SAM and Lookahead are, or a host's
+            wrapper; anything else holds none.
+
+    Returns:
+        The optimizers that take the steps by a recipe; empty if none was made here or converted. In
+        a ``ZeroRedundancyOptimizer``, each has only the parameters that its rank updates.
+
+    Example:
+        >>> torch_bf16.held_optimizers(optimizer) == [optimizer]
+        True
     """
     seen: set[int] = set()
 

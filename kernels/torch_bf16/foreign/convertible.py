@@ -70,7 +70,7 @@ def check_conversion(
     model: nn.Module | None = None,
     cast: Collection[int] = (),
 ) -> Conversion | None:
-    """What an optimizer becomes; None if it wraps others, which were converted before.
+    """What an optimizer becomes; None if it holds others, which were converted before.
 
     Args:
         function: name of the public function, for messages.
@@ -92,13 +92,14 @@ def check_conversion(
                 "the backward pass by functions of torch that store fp32 numbers as they are. Make "
                 "it with overlap_with_ddp=False. Nothing was changed"
             )
-        if isinstance(local, BF16Optimizer):
+        if not isinstance(local, BF16Optimizer):
+            return check_conversion(function, local, recipe, model, cast)
+        if local._engine.names.zero is None:  # which a conversion sets
             raise ValueError(
-                "this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
-                f"{type(local).__name__}, which does not see the parameters of other ranks: make "
-                "it with a class of torch.optim and convert it once"
+                f"this ZeroRedundancyOptimizer was made with torch_bf16's {type(local).__name__}, "
+                "which does not see the parameters of other ranks: make it with a class of "
+                "torch.optim and convert it"
             )
-        return check_conversion(function, local, recipe, model, cast)
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.engine.wrappers import held_optimizers, optimizer_for
 
 from .accumulation import accumulate_gradients
 from .release import release_gradients
@@ -30,7 +30,8 @@ def setup_gradients(
         model: the module as it is called: after DDP, FSDP1 or ``fully_shard`` wrapped it; how it
             reduces gradients may be replaced.
         optimizer: an optimizer of this package or a converted one, also in a host's wrapper; its
-            parameters get hooks.
+            parameters get hooks. One that holds several, or ZeRO's part of one, is left alone if
+            none of the three is asked for.
         release: the result of :func:`release_options`; None releases nothing.
 
     Returns:
@@ -42,9 +43,14 @@ def setup_gradients(
     Example:
         >>> torch_bf16.setup_gradients(model, optimizer)
     """
+    recipes = [each.recipe for each in held_optimizers(optimizer)]
+    sums = any(each.accumulate != "bf16_nearest" for each in recipes)
+    reduces = any(each.reduce != "wrapper" for each in recipes)
+    if recipes and not (sums or reduces or release):
+        return None
     ours = optimizer_for("setup_gradients", optimizer)
-    if ours.recipe.accumulate != "bf16_nearest":
+    if sums:
         accumulate_gradients(model, ours)
-    if ours.recipe.reduce != "wrapper":
+    if reduces:
         reduce_gradients(model, ours)
     return None if release is None else release_gradients(model, ours, **vars(release))
