@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -39,10 +40,9 @@ class MonitorMixin:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start monitoring the optimizers, which have been converted by now."""
-        for each in trainer.optimizers:
-            if isinstance(each, torch_bf16.BF16Optimizer):
-                # One by one: if an optimizer is refused, on_exception removes the monitors so far.
-                self._monitors.append(torch_bf16.UpdateMonitor(each, **self._options))
+        for each in chain(*map(torch_bf16.held_optimizers, trainer.optimizers)):
+            # One by one: if an optimizer is refused, on_exception removes the monitors so far.
+            self._monitors.append(torch_bf16.UpdateMonitor(each, **self._options))
         if not self._monitors:
             modes = ", ".join(repr(name) for name in torch_bf16.RECIPES)
             rank_zero_warn(

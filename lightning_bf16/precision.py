@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -197,12 +198,12 @@ class PrecisionMixin(_Base):
                 unchanged.
         """
         # The hosts allow any object with a step method, and use a placeholder if there is no
-        # optimizer. ZeroRedundancyOptimizer steps through its local optimizer, ``optim``.
+        # optimizer.
         unconverted: list[Any] = [
             each
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
-            and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
+            and not isinstance(each, torch_bf16.BF16Optimizer)
             and not is_placeholder(each)
             # An optimizer of complex parameters only, for example, has nothing to train in bf16.
             and any(p.is_floating_point() for p in parameters_of(each))
@@ -213,7 +214,7 @@ class PrecisionMixin(_Base):
             ):
                 torch_bf16.prepare(module, own, self.recipe)
             for each in unconverted:
-                if not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer):
+                if not isinstance(each, torch_bf16.BF16Optimizer):
                     torch_bf16.convert(each, self.recipe, model=self._owner(each))
         except (NotImplementedError, ValueError) as error:
             cast = any(
@@ -227,13 +228,14 @@ class PrecisionMixin(_Base):
             ) from error
         return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]
 
-    def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
-        """Log a line for each optimizer that says what it trains and how."""
-        for optimizer in optimizers:
+    def announce(self, optimizers: Iterable[Any]) -> None:
+        """Log a line for each converted optimizer that says what it trains and how."""
+        ours = [*chain(*map(torch_bf16.held_optimizers, optimizers))]
+        for optimizer in ours:
             module = self._owner(optimizer)
             if module is not None:
                 # Of several, each counts its own parameters; one counts the frozen ones, too.
-                own = ParameterList(parameters_of(optimizer)) if len(optimizers) > 1 else module
+                own = ParameterList(parameters_of(optimizer)) if len(ours) > 1 else module
                 rank_zero_info(str(torch_bf16.describe(own, optimizer)))
 
     def setup_gradients(self, module: Module, optimizers: Iterable[Any]) -> None:
@@ -243,7 +245,7 @@ class PrecisionMixin(_Base):
             module: the module as wrapped by the strategy.
             optimizers: its optimizers; releases by earlier optimizers of the same parameters end.
         """
-        ours = [each for each in optimizers if isinstance(each, torch_bf16.BF16Optimizer)]
+        ours = [each for each in optimizers if torch_bf16.held_optimizers(each)]
         trained = set().union(*map(parameters_of, ours))
         end_releases(
             each

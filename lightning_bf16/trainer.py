@@ -90,9 +90,11 @@ class TrainerMixin(PrecisionMixin):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """Convert an optimizer that a hook created after ``connect``, before its first step."""
-        if converted := self.convert_optimizers([optimizer]):
-            self.setup_gradients(model, converted)
-            self.announce(converted)
+        ready = isinstance(optimizer, torch_bf16.BF16Optimizer)
+        if not ready and not torch_bf16.held_optimizers(optimizer):
+            self.convert_optimizers([optimizer])
+            self.setup_gradients(model, [optimizer])
+            self.announce([optimizer])
         return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:

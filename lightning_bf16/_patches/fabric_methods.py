@@ -17,7 +17,7 @@ from lightning_bf16.precision import PrecisionMixin, parameters_of
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
 _wrapped: WeakSet[Module] = WeakSet()
-_converted: WeakSet[Optimizer] = WeakSet()
+_optimizers: WeakSet[Optimizer] = WeakSet()
 """Modules and optimizers that were set up apart, in either order."""
 
 
@@ -61,7 +61,7 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
     result = original(*args, **options)
     plugin.sync_masters(result._forward_module, fabric.strategy)
     _wrapped.add(result._forward_module)
-    plugin.announce(_pair(plugin, [result._forward_module], _converted))
+    plugin.announce(_pair(plugin, [result._forward_module], _optimizers))
     return result
 
 
@@ -69,7 +69,7 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
 def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) -> Any:
     """Convert the optimizers before Fabric wraps them."""
     converted = plugin.convert_optimizers(optimizers)
-    _converted.update(converted)
+    _optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
     _pair(plugin, _wrapped, optimizers)
     plugin.announce(converted)
     return original(*optimizers)

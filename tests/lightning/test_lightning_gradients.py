@@ -76,6 +76,36 @@ def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate
         assert module.w.grad is None
 
 
+class Around(torch.optim.Optimizer):
+    """Has the groups of what it wraps, as SAM and Lookahead do."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("first", ["both", "module", "optimizer"])
+def test_gradients_of_an_optimizer_inside_another_are_released(fabric_package, first):
+    plugin = plugin_of(fabric_package, release_gradients=True)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = nn.Linear(8, 4)
+    adamw = torch_bf16.convert(torch.optim.AdamW(module.parameters()), plugin.recipe, model=module)
+    optimizer = Around(adamw)
+    if first == "both":
+        model, optimizer = fabric.setup(module, optimizer)
+    elif first == "module":
+        model, optimizer = fabric.setup_module(module), fabric.setup_optimizers(optimizer)
+    else:
+        optimizer, model = fabric.setup_optimizers(optimizer), fabric.setup_module(module)
+    fabric.backward(model(torch.randn(2, 8)).square().sum())
+    assert module.weight.grad is None
+    optimizer.step()
+    assert float(adamw.state[module.weight]["step"]) == 1.0
+
+
 def weights_after(pl, data, fit=None, **options):
     module = make_module(pl)
     plugin = plugin_of(pl, **options)

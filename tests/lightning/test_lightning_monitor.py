@@ -67,6 +67,19 @@ def test_a_refused_monitor_leaves_none_on_other_optimizers(pl, mode):
     assert not first.observers
 
 
+def test_an_optimizer_inside_another_is_watched(pl, mode):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, base):
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+    model = torch_bf16.cast_model(torch.nn.Linear(4, 4), mode)
+    ours = torch_bf16.AdamW(model.parameters(), recipe=mode)
+    monitor, trainer = monitor_of(pl), SimpleNamespace(optimizers=[Around(ours)])
+    monitor.on_train_start(trainer, None)
+    assert len(ours.observers) == 1
+
+
 def test_an_interval_of_its_own(pl, mode, logged):
     rows = logged(monitor_of(pl, every=5), log_every_n_steps=1)
     # The Trainer repeats the last value at every step that it logs.
