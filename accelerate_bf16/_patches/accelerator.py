@@ -273,11 +273,10 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
 
 
 def _check_not_released(parameters: Any) -> list[Any]:
-    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    if all(p.grad is None for p in parameters):
-        import torch_bf16
+    import torch_bf16
 
-        torch_bf16.total_norm(parameters)  # raises if they were released
+    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
+    torch_bf16.refuse_released(parameters)
     return parameters
 
 

@@ -22,7 +22,7 @@ from .environment import (
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .foreign.convert import convert
 from .gradients.accumulation import accumulate_gradients
-from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
+from .gradients.clipping import clip_grad_norm_, clip_next_step, refuse_released, total_norm
 from .gradients.release import release_gradients
 from .gradients.release_options import release_options
 from .gradients.scaler import GradScaler
@@ -110,6 +110,7 @@ __all__ = [
     "param_groups",
     "prepare",
     "reduce_gradients",
+    "refuse_released",
     "refuse_replaced",
     "release_gradients",
     "release_options",

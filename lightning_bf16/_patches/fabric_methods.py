@@ -128,9 +128,7 @@ def clip_gradients(
 ) -> Any:
     """Clip by the fp32 norm of the optimizer's gradients, over all ranks."""
     if float(norm_type) != 2.0 or max_norm is None or clip_val is not None:
-        parameters = list(plugin.main_params(optimizer))
-        if all(p.grad is None for p in parameters):
-            torch_bf16.total_norm(parameters)  # raises if they were released
+        torch_bf16.refuse_released(plugin.main_params(optimizer))
         return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
     return torch_bf16.clip_grad_norm_(
         plugin.main_params(optimizer), max_norm, error_if_nonfinite=error_if_nonfinite

@@ -301,7 +301,7 @@ def test_fabric_clips_no_gradients_that_were_released(fabric_package, clip):
     model = torch.nn.Linear(4, 4)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     fabric.backward(model(torch.ones(2, 4)).sum())
-    with pytest.raises(NotImplementedError, match="gradients were released inside backward"):
+    with pytest.raises(NotImplementedError, match=r"^the gradients were released inside backward"):
         fabric.clip_gradients(model, optimizer, **clip)
 
 

@@ -24,7 +24,7 @@ from torch_bf16.sharding import gradients_of, local
 from .hooked_parameters import released
 from .norm import clip_coefficient, norm_over_ranks, norms_of
 
-__all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "total_norm"]
+__all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "refuse_released", "total_norm"]
 
 
 _NO_PARAMETER = (
@@ -69,13 +69,31 @@ def _norm(parameters: Sequence[Tensor]) -> Tensor:
     norms = norms_of(parameters)
     if norms:
         return norm_over_ranks(norms)
-    if any(id(parameter) in released for parameter in parameters):
+    refuse_released(parameters)
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def refuse_released(parameters: Tensor | Iterable[Tensor]) -> None:
+    """Refuse to clip gradients that were released: it would do nothing, without an error.
+
+    :func:`total_norm` and what clips by it call this themselves.
+
+    Args:
+        parameters: parameters whose gradients are to be clipped, in any way.
+
+    Raises:
+        NotImplementedError: none of them has a gradient any more, and some were released.
+
+    Example:
+        >>> torch_bf16.refuse_released(model.parameters())
+    """
+    parameters = _as_list(parameters)
+    if any(id(p) in released for p in parameters) and all(p.grad is None for p in parameters):
         raise NotImplementedError(
-            "total_norm: the gradients were released inside backward(), so that nothing is left to "
-            "clip. Clip with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "
+            "the gradients were released inside backward(), so that nothing is left to clip. Clip "
+            "with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "
             "'last_step')"
         )
-    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def pending_of(optimizer: Optimizer) -> Pending | None:
