@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
 
 __all__ = ["Preparation"]
-
-_releases: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-"""The handle of each optimizer whose gradients ``prepare`` has set up for release."""
 
 
 class Preparation:
@@ -153,7 +150,9 @@ class Preparation:
         """
         release = self._options.release()
         for optimizer, bare_models in self._newly_trained():
-            self._end_releases(bare_models)
+            # Of optimizers that the accelerator has freed, or of another accelerator.
+            parameters = chain.from_iterable(each.parameters() for each in bare_models)
+            torch_bf16.end_releases(parameters, keep=self._optimizers)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
             models = [each for each in wrapped if unwrap_model(each) in bare_models]
@@ -163,15 +162,7 @@ class Preparation:
             if release is not None:
                 shows_last = hasattr(models[0], "set_requires_gradient_sync") and not sync_each
                 release = replace(release, accumulation_steps=1 if shows_last else steps)
-            if handle := torch_bf16.setup_gradients(model, optimizer, release):
-                _releases[optimizer] = handle
-
-    def _end_releases(self, bare_models: Iterable[nn.Module]) -> None:
-        """End releases of optimizers that the accelerator has freed, or of another accelerator."""
-        for other, handle in list(_releases.items()):
-            if other not in self._optimizers and any(trains(other, each) for each in bare_models):
-                handle.remove()
-                del _releases[other]
+            torch_bf16.setup_gradients(model, optimizer, release)
 
     def report(self) -> Iterator[str]:
         """Yield a line for each optimizer with newly prepared models, and each untrained model."""

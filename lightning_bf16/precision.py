@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -21,10 +20,7 @@ from . import _patches
 from ._patches.fp32_outputs import to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
-__all__ = ["PrecisionMixin", "end_releases", "parameters_of"]
-
-_releases: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
-"""The handle of each optimizer whose gradients a plugin releases."""
+__all__ = ["PrecisionMixin", "parameters_of"]
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -246,18 +242,12 @@ class PrecisionMixin(_Base):
             optimizers: its optimizers; releases by earlier optimizers of the same parameters end.
         """
         ours = [each for each in optimizers if torch_bf16.held_optimizers(each)]
-        trained = set().union(*map(parameters_of, ours))
-        end_releases(
-            each
-            for each in list(_releases)
-            if each not in ours and not trained.isdisjoint(parameters_of(each))
-        )
+        torch_bf16.end_releases(chain(*map(parameters_of, ours)), keep=ours)
         release = self.release
         if release is not None:
             release = replace(release, accumulation_steps=self.accumulation_steps())
         for optimizer in ours:
-            if handle := torch_bf16.setup_gradients(module, optimizer, release):
-                _releases[optimizer] = handle
+            torch_bf16.setup_gradients(module, optimizer, release)
 
     def accumulation_steps(self) -> int:
         """The number of backward passes per released step."""
@@ -281,13 +271,6 @@ class PrecisionMixin(_Base):
             for parameter in module.parameters():
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def end_releases(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Return these optimizers to ordinary steps if a plugin releases their gradients."""
-    for optimizer in optimizers:
-        if handle := _releases.pop(optimizer, None):
-            handle.remove()
 
 
 def parameters_of(optimizer: Any) -> set[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -13,7 +14,7 @@ import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets, widen_averages
-from .precision import PrecisionMixin, end_releases
+from .precision import PrecisionMixin, parameters_of
 from .train_modes import TrainModesMixin, switch_modes
 
 __all__ = ["TrainerMixin"]
@@ -114,7 +115,8 @@ class TrainerMixin(PrecisionMixin):
     def teardown(self) -> None:
         """End releases: after the fit a backward pass must not take steps."""
         if self._trainer is not None:
-            end_releases(self._trainer.optimizers)
+            trained = map(parameters_of, self._trainer.optimizers)
+            torch_bf16.end_releases(chain.from_iterable(trained))
         super().teardown()
 
     train_step_context = _step_context("training_step")

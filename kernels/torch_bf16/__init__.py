@@ -26,7 +26,7 @@ from .gradients.clipping import clip_grad_norm_, clip_next_step, refuse_released
 from .gradients.release import release_gradients
 from .gradients.release_options import release_options
 from .gradients.scaler import GradScaler
-from .gradients.setup import setup_gradients
+from .gradients.setup import end_releases, setup_gradients
 from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
@@ -95,6 +95,7 @@ __all__ = [
     "deepspeed_config",
     "describe",
     "ema_multi_avg_fn",
+    "end_releases",
     "exact_weights",
     "follow",
     "fp32_optimizer_state_dict",

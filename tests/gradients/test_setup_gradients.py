@@ -46,6 +46,20 @@ def test_a_release_takes_its_steps_inside_the_backward_pass_until_it_is_removed(
     assert optimizer._engine.release is None
 
 
+def test_releases_that_a_host_began_end_with_the_parameters_and_those_of_users_stay():
+    model, optimizer = made()
+    other, users = made()
+    torch_bf16.setup_gradients(model, optimizer, given())
+    handle = torch_bf16.release_gradients(other, users)
+    parameters = [*model.parameters(), *other.parameters()]
+    torch_bf16.end_releases(other.parameters())
+    torch_bf16.end_releases(parameters, keep=[optimizer])
+    assert optimizer._engine.release is not None
+    torch_bf16.end_releases(parameters)
+    assert optimizer._engine.release is None
+    assert users._engine.release is handle
+
+
 def test_an_optimizer_inside_a_wrapper_of_a_host_is_found():
     class Wrapper:
         def __init__(self, optimizer):

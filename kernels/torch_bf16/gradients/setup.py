@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from weakref import WeakSet
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_bf16.engine.wrappers import held_optimizers, optimizer_for
 
 from .accumulation import accumulate_gradients
+from .backward import released
 from .release import release_gradients
 from .release_options import ReleaseOptions
 from .released_steps import ReleasedSteps
 from .wire import reduce_gradients
 
-__all__ = ["setup_gradients"]
+__all__ = ["end_releases", "setup_gradients"]
+
+_begun: WeakSet[ReleasedSteps] = WeakSet()
+"""Releases that hosts have begun, and end; users end their own."""
 
 
 def setup_gradients(
@@ -35,7 +42,8 @@ def setup_gradients(
         release: the result of :func:`release_options`; None releases nothing.
 
     Returns:
-        The handle of the release, whose ``remove()`` ends it; None without a release.
+        The handle of the release, whose ``remove()`` ends it, as :func:`end_releases` does; None
+        without a release.
 
     Raises:
         ValueError, NotImplementedError: one of these three functions raises it.
@@ -53,4 +61,26 @@ def setup_gradients(
         accumulate_gradients(model, ours)
     if reduces:
         reduce_gradients(model, ours)
-    return None if release is None else release_gradients(model, ours, **vars(release))
+    if release is None:
+        return None
+    handle = release_gradients(model, ours, **vars(release))
+    _begun.add(handle)
+    return handle
+
+
+def end_releases(parameters: Iterable[Tensor], keep: Iterable[torch.optim.Optimizer] = ()) -> None:
+    """Return to ordinary steps where :func:`setup_gradients` has begun to release gradients.
+
+    A host's plugin calls this before other optimizers train the same parameters, and at the end.
+
+    Args:
+        parameters: the parameters; a release that concerns any of them ends.
+        keep: optimizers whose releases go on.
+
+    Example:
+        >>> torch_bf16.end_releases(model.parameters())
+    """
+    kept = {ours._engine.release for each in keep for ours in held_optimizers(each)}
+    found = {handle() for p in parameters if (handle := released.get(p)) is not None}
+    for each in found & {*_begun} - kept:
+        each.remove()
