@@ -116,8 +116,7 @@ class Preparation:
             fp32 |= torch_bf16.fp32_parameters(model, self._recipe)
         refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
         for optimizer in self._optimizers:
-            if optimizer.recipe.vectors == "exact":
-                torch_bf16.separate_vectors(optimizer, schedulers)
+            torch_bf16.separate_vectors(optimizer, schedulers)
 
     def add_engine(self, engine: Any) -> None:
         """Record an attached engine to report; its optimizer now has DeepSpeed's parameters."""
@@ -167,12 +166,7 @@ class Preparation:
     def report(self) -> Iterator[str]:
         """Yield a line for each optimizer with newly prepared models, and each untrained model."""
         for engine in self._engines:
-            described = torch_bf16.describe(engine.module, engine.optimizer.optimizer)
-            yield (
-                f"{self._line(described)}; ZeRO-{engine.zero_optimization_stage()} divides that "
-                f"among {engine.dp_world_size} processes, and DeepSpeed adds up and clips "
-                "gradients in bfloat16"
-            )
+            yield self._line(torch_bf16.describe(engine.module, engine.optimizer.optimizer))
         untrained = [each for each in self._cast if any(True for _ in each.parameters())]
         for optimizer, trained in self._newly_trained():
             untrained = [each for each in untrained if each not in trained]

@@ -56,19 +56,14 @@ class DeepSpeedMixin(_Base):
             )
         if not isinstance(optimizer, torch_bf16.BF16Optimizer):
             torch_bf16.convert(optimizer, self.recipe, model=module)
-        if optimizer.recipe.vectors == "exact":
-            torch_bf16.separate_vectors(optimizer, [] if scheduler is None else [scheduler])
+        torch_bf16.separate_vectors(optimizer, [] if scheduler is None else [scheduler])
         config.update(complete)
 
     def attach_engine(self, engine: Any) -> None:
         """Attach the engine, and log one line that says what is trained and how."""
         torch_bf16.attach(engine)
         self.carry_autocast(engine.module)
-        rank_zero_info(
-            f"{torch_bf16.describe(engine.module, engine.optimizer.optimizer)}; "
-            f"ZeRO-{engine.zero_optimization_stage()} divides that among {engine.dp_world_size} "
-            "processes, and DeepSpeed adds up and clips gradients in bfloat16"
-        )
+        rank_zero_info(str(torch_bf16.describe(engine.module, engine.optimizer.optimizer)))
 
     def convert_optimizers(
         self, optimizers: Iterable[Any], module: Module | None = None

@@ -33,6 +33,13 @@ def test_mixed_groups_are_cut_in_two_and_others_stay():
     assert not torch_bf16.separate_vectors(optimizer)
 
 
+def test_vectors_that_are_stored_like_matrices_stay_with_them():
+    recipe = torch_bf16.get_recipe("bf16-stochastic", vectors="like_matrices")
+    optimizer = torch_bf16.AdamW(model().parameters(), recipe=recipe)
+    assert not torch_bf16.separate_vectors(optimizer)
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("converted", [False, True], ids=["named-groups", "converted"])
 def test_names_follow_and_so_the_noise_stays(converted):
     def train(separate: bool) -> list[torch.Tensor]:

@@ -57,6 +57,11 @@ def test_vectors_can_share_a_group_with_matrices_where_they_are_treated_alike(fo
     assert zero == plain
 
 
+def test_its_description_says_who_holds_that(found):
+    said = "; ZeRO-1 divides that among 2 processes, and DeepSpeed adds up and clips gradients in"
+    assert said in found[0]["described"]
+
+
 def test_a_model_that_was_made_in_shards_draws_the_same_noise(found):
     zero, plain = found[0]["made sharded"]
     assert zero == plain

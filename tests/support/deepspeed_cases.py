@@ -173,6 +173,7 @@ def everything(folder: Any) -> dict[str, Any]:
     train(engine, range(5))
     return {
         "bits": bits(CASES),
+        "described": str(torch_bf16.describe(engine.module, inner(engine))),
         "like matrices": [digest(weights(engine)), plain(range(5), 2, LIKE_MATRICES)],
         "made sharded": made_sharded(),
         "resumed": {

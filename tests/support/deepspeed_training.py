@@ -59,8 +59,7 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
 
 def optimizer_of(module: nn.Module, recipe: Any, lr: float = LR) -> Any:
     optimizer = torch_bf16.AdamW(module.parameters(), recipe=recipe, lr=lr)
-    if torch_bf16.get_recipe(recipe).vectors == "exact":
-        torch_bf16.separate_vectors(optimizer)
+    torch_bf16.separate_vectors(optimizer)
     return optimizer
 
 

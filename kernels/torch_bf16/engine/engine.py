@@ -86,6 +86,7 @@ class Engine:
         reduction_checked: whether gradients are known to be reduced as the recipe asks, or a
             warning has said that they are not.
         host: name of a host that takes a step by several calls, each with some of the groups.
+        divided: what that host does with what the optimizer holds, for its description.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
         updates: how many steps have begun.
         blended_steps: the recent ones before which something else moved many numbers in place.
@@ -104,6 +105,7 @@ class Engine:
         self.last_norm: Tensor | None = None
         self.reduction_checked = False
         self.host: str | None = None
+        self.divided: str | None = None
         self.warned_of_data_writes = self.warned_of_second_master = False
         self.updates = 0
         self.blended_steps: list[int] = []

@@ -28,7 +28,7 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
     Call it before ``deepspeed.initialize``, which makes one tensor of each group. Groups that hold
     only vectors, or none, stay; from the other groups the vectors move to new groups with the same
     options, behind all existing ones. The places of parameters change, which key the rounding noise
-    of parameters without names.
+    of parameters without names. A recipe with ``vectors="like_matrices"`` needs none of this.
 
     Args:
         optimizer: any optimizer; its groups are mutated.
@@ -46,6 +46,8 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
         [[(4, 4)], [(4,)]]
     """
     groups, engine = optimizer.param_groups, engine_of(optimizer)
+    if engine is not None and optimizer.recipe.vectors == "like_matrices":  # pyright: ignore[reportAttributeAccessIssue]
+        return False
     names = {} if engine is None else engine.names.given
     named = {
         parameter: names[number, place]

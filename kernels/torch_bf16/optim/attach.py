@@ -68,6 +68,10 @@ def attach(engine: Any) -> None:
     if optimizer._engine.host is None:
         watch_files(engine, flats[0].device)
     optimizer._engine.host = "DeepSpeed"
+    optimizer._engine.divided = (
+        f"ZeRO-{engine.zero_optimization_stage()} divides that among {engine.dp_world_size} "
+        "processes, and DeepSpeed adds up and clips gradients in bfloat16"
+    )
     optimizer._engine.invalidate()
 
 

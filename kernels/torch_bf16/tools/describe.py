@@ -37,6 +37,7 @@ class Description:
             if the states are known.
         compute: what the model computes in, as in :class:`torch_bf16.Recipe`.
         offload: what is kept in host memory, as in :class:`torch_bf16.Recipe`.
+        divided: how an attached DeepSpeed engine divides that between processes; None without one.
     """
 
     recipe: str
@@ -47,6 +48,7 @@ class Description:
     unmade: str | None = None
     compute: str = "autocast"
     offload: str = "none"
+    divided: str | None = None
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -67,7 +69,9 @@ class Description:
             line += f", computes in {self.compute}"
         if self.offload != "none":
             line += f", {self.offload} in host memory"
-        return line if self.backend is None else f"{line}, backend {self.backend}"
+        if self.backend is not None:
+            line += f", backend {self.backend}"
+        return line if self.divided is None else f"{line}; {self.divided}"
 
 
 def describe(
@@ -94,10 +98,11 @@ def describe(
     rules: dict[Tensor, Rule] = {}
     backend, released, largest, recipe = None, False, 0.0, optimizer_or_recipe
     held: dict[str, float] | None = None
+    divided: str | None = None
     if isinstance(recipe, BF16Optimizer):
         if isinstance(recipe, ForeignOptimizer):
             held = _held(recipe, parameters)
-        released = recipe._engine.release is not None
+        released, divided = recipe._engine.release is not None, recipe._engine.divided
         rules = {
             p: recipe.rule_of_parameter(group, p)
             for group in recipe.param_groups
@@ -139,6 +144,7 @@ def describe(
         unmade=unmade,
         compute=recipe.compute,
         offload=recipe.offload,
+        divided=divided,
         recipe=recipe.name,
         parameters=dict(dtypes),
         trained=trained,
