@@ -9,7 +9,7 @@ from typing import Any
 import torch_bf16
 from bf16_autoload import Patches
 
-from . import checkpoints, connectors, deepspeed_strategy, fabric_methods, loading, weight_averaging
+from . import checkpoints, connectors, deepspeed_strategy, fabric_methods, weight_averaging
 
 __all__ = ["REPLACED", "on_import", "patches"]
 
@@ -36,7 +36,7 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Fabric.load": fabric_methods.load,
     },
     "trainer": {"Trainer.save_checkpoint": checkpoints.save_checkpoint},
-    "strategy": {"Strategy.load_model_state_dict": loading.load_model_state_dict},
+    "strategy": {"Strategy.load_model_state_dict": checkpoints.load_model_state_dict},
     "weight_averaging": {
         "WeightAveraging.setup": weight_averaging.setup,
         "WeightAveraging._swap_models": weight_averaging.swap_models,

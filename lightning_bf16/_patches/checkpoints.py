@@ -1,16 +1,18 @@
-"""A Trainer saves the trained weights, even if a validation has put others into the module."""
+"""The weights that a Trainer saves and loads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import torch_bf16
 from lightning_bf16.precision import PrecisionMixin
 
 from .weight_averaging import trained_weights
 
-__all__ = ["save_checkpoint"]
+__all__ = ["load_model_state_dict", "save_checkpoint"]
 
 
 def save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
@@ -27,3 +29,20 @@ def save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
             original(trainer, *args, **options)
 
     return _save_checkpoint
+
+
+def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
+    """Before a module that is already bf16 loads weights, cast it by this fit's recipe.
+
+    A fresh module keeps all bits of the fp32 weights that it loads. A module that a validation, or
+    a run in another precision, has left in bf16 would round them before the plugin sees it.
+    """
+
+    def _load_model_state_dict(strategy: Any, *args: Any, **kwargs: Any) -> None:
+        plugin, module = strategy.precision_plugin, strategy.lightning_module
+        ours = isinstance(plugin, PrecisionMixin) and module.trainer.state.fn == "fit"
+        if ours and any(p.dtype == torch.bfloat16 for p in module.parameters()):
+            plugin.cast(module)
+        original(strategy, *args, **kwargs)
+
+    return _load_model_state_dict
