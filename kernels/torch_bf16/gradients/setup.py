@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_bf16.engine.wrappers import held_optimizers, optimizer_for
 
 from .accumulation import accumulate_gradients
-from .backward import released
+from .hooked_parameters import released
 from .release import release_gradients
 from .release_options import ReleaseOptions
 from .released_steps import ReleasedSteps
@@ -81,6 +81,6 @@ def end_releases(parameters: Iterable[Tensor], keep: Iterable[torch.optim.Optimi
         >>> torch_bf16.end_releases(model.parameters())
     """
     kept = {ours._engine.release for each in keep for ours in held_optimizers(each)}
-    found = {handle() for p in parameters if (handle := released.get(p)) is not None}
+    found = {hooks.owner for p in parameters if (hooks := released.get(id(p))) is not None}
     for each in found & {*_begun} - kept:
         each.remove()
