@@ -43,10 +43,10 @@ class Recipe:
     """The formats of weights and moments, and which modules stay in fp32.
 
     A recipe is about bf16 parameters with two or more dimensions. Two kinds of parameters are
-    never compressed: fp32 ones keep everything in fp32, and bf16 ones with at most one dimension
-    (norm gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and fp32 moments,
-    because near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that; ``vectors``
-    changes the latter.
+    never compressed: fp32 and complex64 ones keep everything in fp32, and bf16 ones with at most
+    one dimension (norm gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and
+    fp32 moments, because near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that;
+    ``vectors`` changes the latter.
 
     Attributes:
         name: shown to users and stored in checkpoints.
@@ -152,7 +152,7 @@ class Recipe:
                 always; or ``"iterate"``, a second sequence of weights beside the weights, which is
                 fp32 if the weights have a master, and otherwise in their format.
             shape: shape of the whole parameter, not of the part that a rank holds.
-            dtype: dtype of the parameter; an fp32 parameter keeps everything in fp32.
+            dtype: dtype of the parameter; any but a bf16 one keeps everything in fp32.
 
         Example:
             >>> get_recipe("bf16-stochastic").format_of("exp_avg_sq", (64, 64)).name
@@ -160,7 +160,7 @@ class Recipe:
             >>> get_recipe("bf16-stochastic").format_of("weights", (64,)).name
             'bf16+16'
         """
-        if role == "exact" or dtype == torch.float32:
+        if role == "exact" or dtype != torch.bfloat16:
             return FP32
         if role == "iterate":
             weights = self.format_of("weights", shape)

@@ -157,29 +157,29 @@ def test_registering_again_changes_nothing(pl):
     assert connector._AcceleratorConnector._check_and_init_precision is before
 
 
-def test_complex_parameters_are_refused_and_train_by_the_advice_of_the_refusal(pl, mode):
-    def make(configure):
+def test_complex_parameters_of_another_dtype_train_by_the_advice_of_the_refusal(pl, mode):
+    def make(dtype):
         def training_step(self, batch, batch_idx):
             spectrum = torch.fft.rfft(self.net[0](batch[0])) * self.filter
-            self.manual_backward(torch.fft.irfft(spectrum).square().mean())
-            for optimizer in self.optimizers():
-                optimizer.step()
+            return torch.fft.irfft(spectrum).square().mean()
+
+        def configure(self):
+            return torch.optim.Adam(self.parameters())
 
         module = make_module(pl, training_step=training_step, configure_optimizers=configure)
-        module.filter = torch.nn.Parameter(torch.ones(9, dtype=torch.complex64))
-        module.automatic_optimization = False
+        module.filter = torch.nn.Parameter(torch.ones(9, dtype=dtype))
         return module
 
-    together = make(lambda self: torch.optim.Adam(self.parameters()))
-    with pytest.raises(ValueError, match=r"complex64; .* or train it with an optimizer of its own"):
-        make_trainer(pl, mode).fit(together, batches(2))
-    apart = make(
-        lambda self: [torch.optim.Adam(self.net.parameters()), torch.optim.Adam([self.filter])]
-    )
-    make_trainer(pl, mode).fit(apart, batches(2))
-    assert apart.net[0].weight.dtype == torch.bfloat16
-    assert apart.filter.dtype == torch.complex64
-    assert (apart.filter != 1).any()
+    with pytest.raises(ValueError, match=r"complex128; .* Make it complex64"):
+        make_trainer(pl, mode).fit(make(torch.complex128), batches(2))
+    advised = make(torch.complex64)
+    trainer = make_trainer(pl, mode, gradient_clip_val=0.5)
+    trainer.fit(advised, batches(2))
+    assert advised.net[0].weight.dtype == torch.bfloat16
+    assert advised.filter.dtype == torch.complex64
+    assert (advised.filter != 1).any()
+    (optimizer,) = trainer.optimizers
+    assert optimizer.state[advised.filter]["exp_avg"].dtype == torch.complex64
 
 
 def test_a_release_candidate_of_a_host_is_as_new_as_its_release(monkeypatch):

@@ -217,7 +217,7 @@ def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, ma
 @pytest.mark.parametrize("way", [prepare, lambda m, o: torch_bf16.convert(o, model=m)])
 def test_a_parameter_that_cannot_be_trained_is_refused_by_the_name_that_the_model_has(way):
     model = network()
-    model[1].wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model[1].wave = nn.Parameter(torch.ones(3, dtype=torch.complex128))
     optimizer = torch.optim.SGD([*model[0].parameters(), model[1].wave], lr=0.1)
     with pytest.raises(ValueError, match=r"parameter '1.wave', number 2 of group 0, shape \(3,\)"):
         way(model, optimizer)

@@ -104,7 +104,7 @@ def test_a_recipe_set_later_takes_the_next_step_and_a_wrong_one_is_refused():
 WRONG = {
     "fp16": (torch.float16, r"is torch.float16; .* Call model.float\(\) and then torch_bf16.cast"),
     "fp64": (torch.float64, r"is torch.float64; .* Call model.float\(\) and then torch_bf16.cast"),
-    "complex": (torch.complex64, r"is torch.complex64; .*Store it as torch.view_as_real\(p\)"),
+    "complex": (torch.complex128, r"is torch.complex128; .*Make it complex64: torch.nn.Parameter"),
 }
 
 
@@ -337,5 +337,5 @@ def test_what_is_frozen_in_another_dtype_may_be_in_the_optimizer_until_it_is_tra
         frozen.requires_grad_()
         frozen.grad = torch.ones_like(frozen)
         p.grad = torch.ones_like(p)
-        with pytest.raises(ValueError, match=f"is {dtype}; bfloat16 and float32 parameters can be"):
+        with pytest.raises(ValueError, match=f"is {dtype}; bfloat16, float32 and complex64"):
             optimizer.step()

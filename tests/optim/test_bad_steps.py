@@ -58,7 +58,7 @@ def test_a_parameter_recast_or_added_behind_our_back_is_refused_at_its_first_ste
     late.grad = torch.ones_like(late)
     late.data = late.data.to(dtype)
     optimizer.param_groups[1]["params"].append(late)
-    assert_step_refused(optimizer, ValueError, f"'#2' .* is {dtype}; bfloat16 and float32 param")
+    assert_step_refused(optimizer, ValueError, f"'#2' .* is {dtype}; bfloat16, float32 and")
     optimizer.param_groups[1]["params"].pop()
     assert_steps(optimizer)
 

@@ -108,6 +108,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("mixed", "torch_bf16.separate_vectors(optimizer)"),
         ("int8", "int8 moments cannot be kept under DeepSpeed"),
         ("keep_fp32", "keep_fp32=('1',)"),
+        ("complex", "parameter 'wave' is complex, and DeepSpeed"),
         ("accumulate", "accumulate='bf16_stochastic'"),
         ("Adafactor", "Adafactor cannot step under DeepSpeed"),
         ("Muon", "Muon cannot step under DeepSpeed: it looks at whole matrices"),

@@ -46,6 +46,12 @@ def refused(
     return message(lambda: torch_bf16.attach(engine))
 
 
+def complex_model() -> torch.nn.Module:
+    module = model()
+    module.wave = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
+    return module
+
+
 def _with(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
     recipe = torch_bf16.get_recipe("bf16-stochastic", **options)
     return lambda module: optimizer_of(module, recipe)
@@ -64,6 +70,7 @@ def refusals() -> dict[str, str]:
         "mixed": refused(right, lambda module: torch_bf16.AdamW(module.parameters())),
         "int8": refused(right, _with(exp_avg="int8"), torch.nn.Linear(64, 4)),
         "keep_fp32": refused(right, _with(keep_fp32=("1",))),
+        "complex": refused(right, _with(), complex_model()),
         "accumulate": refused(right, _with(accumulate="bf16_stochastic")),
         "Adafactor": refused(right, lambda module: torch_bf16.Adafactor(module.parameters())),
         "Muon": refused(

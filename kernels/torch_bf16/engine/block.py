@@ -219,7 +219,11 @@ class Block:
 def readable(tensors: Sequence[Any]) -> bool:
     """Whether a kernel can read all of them in place."""
     # A lazily negated view can be contiguous, but its memory has the opposite sign.
-    return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+    return (
+        all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and not any(map(Tensor.is_conj, tensors))
+    )
 
 
 def addresses_of_present(

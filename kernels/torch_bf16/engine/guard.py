@@ -36,8 +36,9 @@ class StepGradients(NamedTuple):
     Attributes:
         tensors: this rank's part of each gradient; None for a member without one.
         addresses: int64, one for each member, 0 for a member without a gradient. None if a kernel
-            cannot read a gradient in place, because it is not contiguous, is lazily negated or has
-            no memory of its own. The same array as in the last step if no address has changed.
+            cannot read a gradient in place, because it is not contiguous, is lazily negated or
+            conjugated, or has no memory of its own. The same array as in the last step if no
+            address has changed.
     """
 
     tensors: Sequence[Tensor | None]

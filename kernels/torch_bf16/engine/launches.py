@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import ScalarRows, ScalarSource
-from torch_bf16.sharding import Span, local
+from torch_bf16.sharding import Span, as_real, local
 
 from .batch import Batch, Task
 from .guard import StepGradients
@@ -53,14 +53,14 @@ class Row:
 
 
 def _task(member: Member, span: Span) -> Task:
-    dtype = member.gradient_dtype if member.direction is None else torch.float32
+    dtype = member.gradient_dtype.to_real() if member.direction is None else torch.float32
     # Separate tensors over the same memory: if the user moves one by .data, the memory that a
     # kernel writes must not be freed.
     tensors = {**member.state, "": member.shard.memory}
     names = ("", *(state.name for state in member.rule.states))
     planes = tuple(
         tuple(
-            span.of(local(tensors[key]).detach(), plane.block)
+            span.of(as_real(local(tensors[key]).detach()), plane.block)
             for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
         )
         for name, format_ in zip(names, member.formats, strict=True)
@@ -78,7 +78,8 @@ class _Picked(Sequence[Tensor | None]):
         return len(self._places)
 
     def __getitem__(self, number: Any) -> Any:
-        return self._gradients[self._places[number]]
+        gradient = self._gradients[self._places[number]]
+        return gradient if gradient is None else as_real(gradient)
 
 
 class Launch:

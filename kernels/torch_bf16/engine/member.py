@@ -24,13 +24,13 @@ class Member:
     """A parameter of a plan.
 
     Attributes:
-        shard: what this rank holds of the parameter; bf16 or fp32.
+        shard: what this rank holds of the parameter; bf16, fp32 or complex64.
         group: number of the parameter group.
         rule: the update rule.
         formats: the formats of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
         keys: the keys of ``state`` that the rule uses; any other entry is the user's.
-        gradient_dtype: bfloat16 or float32.
+        gradient_dtype: bfloat16 or float32, or complex64 for a complex parameter.
         snapshot: version, dtype and shape that the last step left.
         direction: computes what the rule takes in place of the gradient; None if the rule takes
             the gradient itself.

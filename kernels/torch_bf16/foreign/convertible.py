@@ -18,7 +18,7 @@ from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from torch_bf16.optim.sgd import SGD
-from torch_bf16.optim.validation import check_group, check_options
+from torch_bf16.optim.validation import check_group, check_options, check_real
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding.zero_redundancy import is_zero
@@ -126,7 +126,10 @@ def check_conversion(
     for number, group in enumerate(optimizer.param_groups):
         if target is not None:
             check_options(group, number)
-        check_group(group, number, [of_model.get(id(p), "") for p in group["params"]], cast)
+        given = [of_model.get(id(p), "") for p in group["params"]]
+        check_group(group, number, given, cast)
+        if target in (Adafactor, Muon):
+            check_real(group, number, target.__name__, given)
     ours = target or foreign_class(type(optimizer))
     return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
 

@@ -12,20 +12,28 @@ from torch import Tensor, nn
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import FP32, Format
-from torch_bf16.sharding import Shard, local
+from torch_bf16.sharding import Shard, as_real, local
 from torch_bf16.states.views import COUNTER, MASTERS
 
 __all__ = ["WorkingCopy", "is_like"]
 
 
 def is_like(value: Any, parameter: Tensor) -> bool:
-    """Whether a state has one number for each element of the parameter."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+    """Whether a state has one number for each element of the parameter, and a format for them.
+
+    The states of a complex parameter stay as its optimizer makes them: no recipe has formats for
+    complex numbers.
+    """
+    if not isinstance(value, Tensor) or parameter.is_complex():
+        return False
+    return value.shape == parameter.shape and value.ndim > 0
 
 
 @dataclass
 class WorkingCopy:
-    """Makes the fp32 copies of a bf16 or fp32 parameter and its gradient, and encodes the results.
+    """Makes the fp32 copies of a parameter and its gradient, and encodes the results.
+
+    Those of a complex parameter are complex64.
 
     Attributes:
         shard: this rank's part of the parameter.
@@ -79,16 +87,16 @@ class WorkingCopy:
         None makes no gradient.
         """
         masters = (self.state[key] for key in self.weights.plane_names("")[1:])
-        planes = [local(each).detach() for each in (self.parameter, *masters)]
+        planes = [self.shard.memory, *(local(each).detach() for each in masters)]
         decoded = self._whole(self.weights.decode(planes))
         # Decoding what is fp32 copies nothing.
-        weight = nn.Parameter(decoded.clone() if decoded is planes[0] else decoded)
+        weight = nn.Parameter(self._shown(decoded.clone() if decoded is planes[0] else decoded))
         if scale is None or self.is_idle:
             return weight
         gradient = self.shard.gradient().detach()
         # A copy, because steps may use the gradient's memory for their results.
         gradient = gradient.to(torch.float32, copy=True)
-        weight.grad = self._whole(gradient if scale == 1 else gradient.mul_(scale))
+        weight.grad = self._shown(self._whole(gradient if scale == 1 else gradient.mul_(scale)))
         return weight
 
     def decode_states(self) -> dict[str, Any]:
@@ -112,8 +120,8 @@ class WorkingCopy:
         """Pass the new weight and state to the encoder; :attr:`state` is complete afterwards."""
         masters = {key: self.state[key] for key in self.weights.plane_names("")[1:]}
         step, span = self.step + 1, self.shard.span
-        planes = [local(each).detach() for each in (self.parameter, *masters.values())]
-        encoder.add(self.weights, planes, self._own_part(weight), span, step)
+        planes = [self.shard.memory, *(local(each).detach() for each in masters.values())]
+        encoder.add(self.weights, planes, self._own_part(as_real(weight)), span, step)
         encoded: dict[str, Any] = {}
         for key, value in state.items():
             if not is_like(value, weight):
@@ -135,6 +143,9 @@ class WorkingCopy:
             named = replace(span, name=f"{span.name}/{key}")
             encoder.add(format_, [local(encoded[name]) for name in names], value, named, step)
         self.state = {**encoded, COUNTER: step, **masters}
+
+    def _shown(self, memory: Tensor) -> Tensor:
+        return torch.view_as_complex(memory) if self.parameter.is_complex() else memory
 
     def _whole(self, memory: Tensor) -> Tensor:
         return self.shard.gather(memory.contiguous()) if self.gathers else memory

@@ -209,6 +209,9 @@ class GradientAccumulation:
 
     def hook(self, parameter: Any) -> list[Any]:
         """Sum a parameter's gradients here from now on; returns the hooks' handles."""
+        if parameter.is_complex():
+            # torch's own sums are in fp32.
+            return []
         sharded = shard_of(parameter).replaces_parameter
         if self.format == "fp32":
             if not hasattr(parameter, "grad_dtype"):

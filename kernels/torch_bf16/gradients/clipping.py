@@ -55,7 +55,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         The norm: 0-d fp32 tensor on the gradients' device, not waited for; 0 without gradients.
 
     Raises:
-        ValueError: a gradient is sparse or complex.
+        ValueError: a gradient is sparse.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
     Example:
@@ -119,7 +119,7 @@ def clip_grad_norm_(
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: a gradient is sparse or complex, or an optimizer was passed.
+        ValueError: a gradient is sparse, or an optimizer was passed.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
@@ -162,7 +162,7 @@ def clip_next_step(
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: a gradient is sparse or complex, or ``skip_nonfinite`` was set for an optimizer
+        ValueError: a gradient is sparse, or ``skip_nonfinite`` was set for an optimizer
             of another library.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
         NotImplementedError: gradients were released, and clipping would do nothing.
@@ -247,6 +247,8 @@ def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
+            # torch writes no lists of lazy conjugates; a real factor acts on both numbers alike.
+            gradient = gradient.conj() if gradient.is_conj() else gradient
             on_device[gradient.device].append(gradient)
     for device, gradients in on_device.items():
         torch._foreach_mul_(gradients, coefficient.to(device))  # pyright: ignore[reportPrivateImportUsage]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_bf16.backends import squares
 from torch_bf16.numerics.roots import has_fp64
-from torch_bf16.sharding import all_whole, gradients_of, is_whole, shard_of
+from torch_bf16.sharding import all_whole, as_real, gradients_of, is_whole, shard_of
 
 __all__ = ["clip_coefficient", "norm_over_ranks", "norms_of"]
 
@@ -28,7 +28,7 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
         gradient.
 
     Raises:
-        ValueError: a gradient is sparse or complex.
+        ValueError: a gradient is sparse.
     """
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     norms: dict[Any, list[Tensor]] = defaultdict(list)
@@ -46,11 +46,14 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
         groups = tuple(shard.groups())
         if gradient is not None:
             _check(parameter, gradient.layout, gradient.dtype)
-            gradient = shard.gradient()
+            gradient = as_real(shard.gradient())
             alike[groups, _KIND(gradient)].append(gradient)
         elif shard.in_row:
             norms[groups].append(torch.zeros((), device=parameter.device))
     kinds = [*map(_KIND, plain)]
+    if any(dtype.is_complex for _, dtype, _ in {*kinds}):
+        plain = [as_real(each) if each.layout == torch.strided else each for each in plain]
+        kinds = [*map(_KIND, plain)]
     if len({*kinds}) == 1:
         alike[(), kinds[0]] += plain
     else:
@@ -92,10 +95,10 @@ def _together(norms: list[Tensor]) -> Tensor:
 
 
 def _check(tensor: Tensor, layout: torch.layout, dtype: torch.dtype) -> None:
-    if layout != torch.strided or dtype.is_complex:
+    if layout != torch.strided:
         raise ValueError(
             f"total_norm: a parameter of shape {tuple(tensor.shape)} has a gradient of {layout} "
-            f"and {dtype}; dense real gradients can be clipped. Leave this parameter out"
+            f"and {dtype}; dense gradients can be clipped. Leave this parameter out"
         )
 
 

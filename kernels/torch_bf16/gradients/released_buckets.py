@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,10 +49,14 @@ class Bucket:
     def give_gradients(self) -> None:
         """Wait, and give each parameter its gradient: a view of the reduced bucket."""
         reduced = self._future.wait()
-        start = reduced.storage_offset() - self._buffer.storage_offset()
+        numbers = reduced
+        if self.parameters and self.parameters[0].is_complex() and not reduced.is_complex():
+            # DDP shows such a bucket as pairs of real numbers, and counts complex ones in views.
+            numbers = torch.view_as_complex(reduced.view(-1, 2))
+        start = numbers.storage_offset() - self._buffer.storage_offset()
         for parameter, view in zip(self.parameters, self._views, strict=True):
             place = start + view.storage_offset()
-            parameter.grad = reduced.as_strided(view.shape, view.stride(), place)
+            parameter.grad = numbers.as_strided(view.shape, view.stride(), place)
 
 
 def announce(bucket: Any, future: Any) -> Any:

@@ -92,7 +92,7 @@ def param_groups(
     by_options: dict[Any, dict[str, Any]] = {}
     for name, parameter in named.items():
         options: dict[str, Any] = {}
-        shape = shard_of(parameter).shape
+        shape = tuple(parameter.shape) if parameter.is_complex() else shard_of(parameter).shape
         if name in exempt or len(shape) <= 1:
             options["weight_decay"] = 0.0
         elif weight_decay is not None:
@@ -100,7 +100,8 @@ def param_groups(
         if muon:
             # A stack of one matrix, or of rows, is an embedding of positions or of a token.
             stack = len(shape) == 3 and min(shape) > 1 and name not in convolutions
-            options["use_muon"] = stack or (len(shape) == 2 and name not in embeddings)
+            matrix = stack or (len(shape) == 2 and name not in embeddings)
+            options["use_muon"] = matrix and not parameter.is_complex()
         options.update(next((groups[key] for key in groups if name in fitting[key]), {}))
         key = tuple(sorted((option, _key(value)) for option, value in options.items()))
         by_options.setdefault(key, {"params": [], **options})["params"].append((name, parameter))

@@ -17,6 +17,7 @@ from torch_bf16.rules import ADAFACTOR, ADAFACTOR_VECTOR, Rule
 from torch_bf16.sharding import local, shard_of
 
 from .optimizer import BF16Optimizer
+from .validation import check_real
 
 __all__ = ["Adafactor"]
 
@@ -79,6 +80,10 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
+
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        super()._check_group(group, number)
+        check_real(group, number, type(self).__name__)
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR

@@ -114,11 +114,12 @@ def write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Ten
 
 
 def _check_value(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
-    if value.shape != parameter.shape or value.dtype != torch.float32:
+    wanted = torch.complex64 if parameter.is_complex() else torch.float32
+    if value.shape != parameter.shape or value.dtype != wanted:
         raise ValueError(
             f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
-            f"{optimizer.label(*place)}; it takes float32 of the parameter's shape. Nothing was "
-            "changed"
+            f"{optimizer.label(*place)}; it takes {str(wanted).removeprefix('torch.')} of the "
+            "parameter's shape. Nothing was changed"
         )
 
 

@@ -23,6 +23,7 @@ from torch_bf16.sharding import Span, local, shard_of
 
 from .newton_schulz import orthogonalise_each
 from .optimizer import BF16Optimizer
+from .validation import check_real
 
 __all__ = ["Muon"]
 
@@ -150,6 +151,8 @@ class Muon(BF16Optimizer, _TorchMuon):
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         super()._check_group(group, number)
+        if group.get("use_muon", True):
+            check_real(group, number, type(self).__name__)
         names = group.get("param_names") or []
         for position, parameter in enumerate(group["params"]):
             if group.get("use_muon", True) and not is_lazy(parameter):

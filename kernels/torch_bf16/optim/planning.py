@@ -285,7 +285,9 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     Raises:
         ValueError: it was cast for exact masters, and the recipe keeps none.
     """
-    matrices = [each for each in members if len(each.shard.shape) > 1]
+    # Complex parameters stay as they are in every cast.
+    real = [each for each in members if not each.parameter.is_complex()]
+    matrices = [each for each in real if len(each.shard.shape) > 1]
     if not matrices or any(dict.get(optimizer.state, each.parameter) for each in matrices):
         return
     fp32 = [each.shard for each in members if each.parameter.dtype == torch.float32]

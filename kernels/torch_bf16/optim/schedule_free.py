@@ -18,7 +18,7 @@ from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ITERATE, Rule, State
 from torch_bf16.rules.schedule_free import average_weight, interpolation
-from torch_bf16.sharding import Shard, local, reshard, shard_of
+from torch_bf16.sharding import Shard, as_real, local, reshard, shard_of
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes
@@ -100,15 +100,15 @@ class _ScheduleFree(BF16Optimizer):
     def _swap(self, place: tuple[int, int], parameter: Tensor, beta1: float, mode: bool) -> None:
         shard, state = shard_of(parameter), dict.get(self.state, parameter, {})
         format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
-        now = local(self.exact_weight(parameter)).contiguous()
-        z = fetch([local(state["z"])], now.device)[0].float()
+        now = as_real(local(self.exact_weight(parameter))).contiguous()
+        z = fetch([as_real(local(state["z"]))], now.device)[0].float()
         value = now + (z - now) * (1.0 - beta1 if mode else 1.0 - 1.0 / beta1)
         aside = state.get("y")
         if mode and aside is not None:
-            y = local(aside).to(now.device).float()
+            y = as_real(local(aside)).to(now.device).float()
             average = y + (z - y) * (1.0 - 1.0 / beta1)
             # After an interrupt, some weights may be y already.
-            unwritten = _stands_for(now, average, parameter.dtype, format_) | (now == y)
+            unwritten = _stands_for(now, average, shard.memory.dtype, format_) | (now == y)
             value = torch.where(unwritten, y, value)
         if not mode:
             kept = self.recipe.format_of(ITERATE, shard.shape, parameter.dtype)
@@ -117,7 +117,7 @@ class _ScheduleFree(BF16Optimizer):
         if len(format_.planes) > 1:
             exact_weights.write(self, place, parameter, shard.place(value))
         else:
-            local(parameter).copy_(value)
+            shard.memory.copy_(value)
         # Only now, because the write may fail. It may also have replaced the dict of the state.
         state = dict.get(self.state, parameter, {})
         if mode:

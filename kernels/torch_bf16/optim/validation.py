@@ -25,6 +25,7 @@ __all__ = [
     "check_group",
     "check_options",
     "check_parameter",
+    "check_real",
     "check_separate",
     "check_unchanged",
     "resolve_peak_lr",
@@ -32,7 +33,7 @@ __all__ = [
 
 FULLY_DECOUPLED = "fully_decoupled_weight_decay"
 
-_TRAINABLE = (torch.bfloat16, torch.float32)
+_TRAINABLE = (torch.bfloat16, torch.float32, torch.complex64)
 
 
 def check_group(
@@ -67,6 +68,30 @@ def check_group(
                 check_parameter(shard_of(parameter))
 
 
+def check_real(
+    group: Mapping[str, Any], number: int, optimizer: str, names: Sequence[str] = ()
+) -> None:
+    """Refuse complex parameters, for an optimizer that looks at whole real matrices.
+
+    Args:
+        group: a parameter group.
+        number: the group's number, for messages.
+        optimizer: the optimizer's name.
+        names: as for :func:`check_group`.
+
+    Raises:
+        NotImplementedError: a parameter is complex.
+    """
+    for position, parameter in enumerate(group["params"]):
+        if parameter.is_complex():
+            with prefix_errors(functools.partial(_label, group, number, position, names)):
+                raise NotImplementedError(
+                    f"is {parameter.dtype}, and {optimizer} looks at whole real matrices. Step it "
+                    "by AdamW, which takes complex parameters: in a group with use_muon=False of "
+                    "torch_bf16.Muon, or in an optimizer of its own"
+                )
+
+
 def _label(group: Mapping[str, Any], number: int, position: int, names: Sequence[str]) -> str:
     """A parameter as messages describe it, while its group is not yet in the optimizer."""
     names, shape = group.get("param_names") or names, tuple(group["params"][position].shape)
@@ -78,14 +103,22 @@ def check_parameter(shard: Shard) -> None:
     """Refuse a parameter that a kernel cannot update.
 
     Raises:
-        ValueError: it is neither bf16 nor fp32, or its elements are not numbers in memory.
+        ValueError: it is neither bf16, fp32 nor complex64, or its elements are not numbers in
+            memory.
         NotImplementedError: it is sharded in a way that cannot be trained.
     """
     parameter = shard.parameter
     if parameter.dtype not in _TRAINABLE:
         raise ValueError(
-            f"is {parameter.dtype}; bfloat16 and float32 parameters can be trained. "
+            f"is {parameter.dtype}; bfloat16, float32 and complex64 parameters can be trained. "
             f"{_remedy(parameter.dtype)}"
+        )
+    if parameter.is_complex() and shard.sharded:
+        raise NotImplementedError(
+            f"is {parameter.dtype} and sharded, and a rank's part of a complex parameter cannot be "
+            "trained. Leave it whole on every rank (fully_shard(..., ignored_params={p}), and sum "
+            "its gradients over ranks yourself), train with DDP, or store it as "
+            "torch.view_as_real(p)"
         )
     if why := shard.obstacle():
         raise NotImplementedError(why)
@@ -96,8 +129,8 @@ def check_parameter(shard: Shard) -> None:
         n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)
     ):
         kind = "an expanded view"
-    elif memory.is_neg():
-        kind = "a view that is negated when it is read"
+    elif memory.is_neg() or parameter.is_conj():
+        kind = "a view that is negated or conjugated when it is read"
     elif parameter.is_inference():
         kind = "an inference tensor"
     if kind:
@@ -139,7 +172,7 @@ def check_options(group: Mapping[str, Any], number: int) -> None:
 
 def _remedy(dtype: torch.dtype) -> str:
     if dtype.is_complex:
-        return "Store it as torch.view_as_real(p), or train it with an optimizer of its own"
+        return "Make it complex64: torch.nn.Parameter(p.detach().to(torch.complex64))"
     return "Call model.float() and then torch_bf16.cast_model(model)"
 
 
@@ -179,8 +212,9 @@ def check_gradient(shard: Shard) -> None:
     """Refuse a gradient that a kernel cannot read.
 
     Raises:
-        ValueError: it is sparse, neither bf16 nor fp32, or differs from the parameter in shape,
-            device or mesh, because the parameter's data was replaced since.
+        ValueError: it is sparse, has a dtype that the parameter's gradient cannot have, or differs
+            from the parameter in shape, device or mesh, because the parameter's data was replaced
+            since.
     """
     parameter: Any = shard.parameter
     gradient: Tensor = parameter.grad
@@ -198,10 +232,9 @@ def check_gradient(shard: Shard) -> None:
             "it dense (Embedding(sparse=False)), or keep its module in fp32 by keep_fp32 and train "
             "it with torch.optim.SparseAdam, which is left out of prepare"
         )
-    if gradient.dtype not in _TRAINABLE:
-        raise ValueError(
-            f"has a gradient of dtype {gradient.dtype}; it must be bfloat16 or float32"
-        )
+    if gradient.dtype not in _TRAINABLE or gradient.is_complex() != parameter.is_complex():
+        wanted = "complex64" if parameter.is_complex() else "bfloat16 or float32"
+        raise ValueError(f"has a gradient of dtype {gradient.dtype}; it must be {wanted}")
     if why := missing_memory(gradient):
         raise ValueError(
             f"has a gradient that is {why}. Give it a dense one before the step: p.grad = "

@@ -7,6 +7,7 @@ from types import NoneType
 
 from torch import Tensor, nn
 
+from .complex import ComplexShard
 from .deepspeed import (
     FlatShard,
     PartitionedShard,
@@ -24,6 +25,7 @@ from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of
 from .fsdp2 import Unit, before_backward_of, has_run, places, reshard, units
 from .local import (
+    as_real,
     is_dtensor,
     local,
     place_like,
@@ -51,6 +53,7 @@ __all__ = [
     "all_same",
     "all_whole",
     "any_flattened",
+    "as_real",
     "bare_name",
     "before_backward_of",
     "check_engine",
@@ -127,4 +130,4 @@ def shard_of(parameter: Tensor, name: str = "") -> Shard:
         if applies(parameter):
             settle_at_exit()
             return kind(parameter, name)
-    return Shard(parameter, name)
+    return (ComplexShard if parameter.is_complex() else Shard)(parameter, name)

@@ -149,6 +149,13 @@ def check_engine(engine: Any) -> Any:
             "attach was given a PipelineEngine: pipeline parallelism was not tried with these "
             "optimizers. Give deepspeed.initialize a plain module"
         )
+    trained = ((n, p) for n, p in engine.module.named_parameters() if p.requires_grad)
+    if found := [name for name, parameter in trained if parameter.is_complex()]:
+        raise NotImplementedError(
+            f"parameter {found[0]!r} is complex, and DeepSpeed lays parameters into tensors of "
+            "real numbers, which drops imaginary parts. Store it as torch.view_as_real(p) and let "
+            "the forward pass call torch.view_as_complex, or train with DDP"
+        )
     deepspeed_config(engine._config._param_dict)
     zero, section = engine.optimizer, engine._config.bfloat16_config
     missing = [f'"{name}": true' for name in FLAGS if not getattr(section, name)]

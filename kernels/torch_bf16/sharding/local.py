@@ -14,6 +14,7 @@ from torch import Tensor
 from .wrapped import PLAIN, inner_of
 
 __all__ = [
+    "as_real",
     "is_dtensor",
     "layers",
     "local",
@@ -54,6 +55,18 @@ def layers(tensor: Tensor) -> list[Tensor]:
 def local(tensor: Tensor) -> Tensor:
     """The memory of a tensor on this rank: the last of its :func:`layers`."""
     return tensor if type(tensor) in PLAIN else layers(tensor)[-1]
+
+
+def as_real(memory: Tensor) -> Tensor:
+    """The numbers in memory as kernels see them: complex ones as pairs of real ones.
+
+    Args:
+        memory: a tensor, perhaps lazily conjugated; then the result is a copy.
+
+    Returns:
+        ``memory`` itself if it is real, else a real view with one more dimension, of size 2.
+    """
+    return torch.view_as_real(memory.resolve_conj()) if memory.is_complex() else memory
 
 
 def version_of(tensor: Tensor) -> int:

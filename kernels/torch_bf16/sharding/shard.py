@@ -25,7 +25,7 @@ class Shard:
     """This rank's part of a parameter.
 
     Args:
-        parameter: a bf16 or fp32 parameter.
+        parameter: a bf16 or fp32 parameter; :mod:`.complex` is for complex64 ones.
         name: the name that keys its noise; empty if no noise is drawn.
 
     Attributes:

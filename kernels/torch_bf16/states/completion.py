@@ -21,7 +21,7 @@ from torch_bf16.formats import FP32, INT8, ROLES, Format
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule, State
-from torch_bf16.sharding import Shard, local
+from torch_bf16.sharding import Shard, as_real, local, same_memory
 from torch_bf16.sharding import whole as gathered
 
 from .home import Home
@@ -197,7 +197,9 @@ def _take_states(
     taken = dict(state)
     for key, saved in state.items():
         # A 0-d tensor, such as mu_product of torch's NAdam, is the same on every rank.
-        if key == "step" or not isinstance(saved, Tensor) or saved.ndim == 0 < len(shard.shape):
+        if key == "step" or not isinstance(saved, Tensor):
+            continue
+        if saved.ndim == 0 < len(shard.shape) and not saved.is_complex():
             continue
         if key in factors:
             taken[key] = gathered(saved)
@@ -291,8 +293,13 @@ def place_states(
     for key, each in here.items():
         if key == "step" or not isinstance(each, Tensor):
             continue
-        in_place = key in source and local(source[key]) is each
-        placed[key] = source[key] if in_place else shard.place(each, _whole_shape(key, shard))
+        old = source.get(key)
+        in_place = (
+            isinstance(old, Tensor)
+            and old.is_complex() == shard.parameter.is_complex()
+            and same_memory(as_real(local(old)), each)
+        )
+        placed[key] = old if in_place else shard.place(each, _whole_shape(key, shard))
     return placed
 
 

@@ -28,8 +28,10 @@ class Description:
 
     Attributes:
         recipe: the recipe's name.
-        parameters: elements by dtype, including those on other ranks.
-        trained: elements of bf16 and fp32 parameters that require a gradient.
+        parameters: elements by dtype, including those on other ranks; a complex number counts as
+            two.
+        trained: elements of the parameters that require a gradient and have a dtype that can be
+            trained.
         bytes_by_role: bytes per trained element: ``"weights"``, ``"gradients"`` and each state.
         backend: the backend that takes the steps; None if there are no parameters, or if the one
             that was asked for cannot run where they are now.
@@ -127,9 +129,10 @@ def describe(
         shard = shard_of(p)
         numel = shard.numel
         dtypes[str(p.dtype).removeprefix("torch.")] += numel
-        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32):
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32, torch.complex64):
             trained += numel
-            gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
+            narrow = p.dtype == torch.bfloat16 and recipe.accumulate != "fp32"
+            gradient = numel * (2 if narrow else 4)
             largest = max(largest, gradient)
             sizes["gradients"] += gradient
             for name, role in _roles(rules.get(p, default_rule)).items():

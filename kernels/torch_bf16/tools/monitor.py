@@ -19,7 +19,7 @@ from torch_bf16.formats import BF16_PLUS_16, Format
 from torch_bf16.gradients.clipping import total_norm
 from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding import local
+from torch_bf16.sharding import as_real, local
 
 __all__ = [
     "LayerUpdate",
@@ -309,7 +309,7 @@ def _decode(member: Member, number: int, where: Tensor) -> Tensor:
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
         # The sample consists of whole blocks.
         at = where if plane.block == 1 else where[:: plane.block] // plane.block
-        memory = local(tensors[key])
+        memory = as_real(local(tensors[key]))
         # Of a state in host memory, only the sample is copied to the device.
         planes.append(memory.reshape(-1)[at.to(memory.device)].to(where.device))
     return _with_fp64(stored.decode(planes))

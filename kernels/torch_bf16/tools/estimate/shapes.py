@@ -25,10 +25,11 @@ class Weight:
 
     Attributes:
         name: its full name in the model.
-        shape: the shape of the whole tensor.
+        shape: the shape of the whole tensor; of a complex one, that of ``torch.view_as_real``.
         trained: whether it requires a gradient.
         stays_fp32: whether ``cast_model`` leaves it in fp32, as norms with running statistics.
-        frozen_as: its dtype if it is frozen in another one than fp32, which every precision keeps.
+        frozen_as: its dtype if it is frozen in another one than fp32, which every precision keeps;
+            fp32 if it is complex.
         hidden: whether Muon orthogonalises its updates, as ``param_groups(model, muon=True)``
             decides; None if there is no model: then Muon orthogonalises all matrices.
     """
@@ -101,10 +102,10 @@ def shapes_of(model: nn.Module, source: str) -> ModelShapes:
     weights = [
         Weight(
             name,
-            tuple(p.shape),
+            (*p.shape, 2) if p.is_complex() else tuple(p.shape),
             p.requires_grad,
             id(p) in staying,
-            None if p.requires_grad or p.dtype == torch.float32 else p.dtype,
+            _kept_dtype(p),
             name in hidden,
         )
         for name, p in model.named_parameters()
@@ -119,6 +120,14 @@ def shapes_of(model: nn.Module, source: str) -> ModelShapes:
         _bytes(each for each in buffers.values() if each.is_floating_point()) // 2,
         model=model,
     )
+
+
+def _kept_dtype(parameter: Tensor) -> torch.dtype | None:
+    """See :attr:`Weight.frozen_as`."""
+    if parameter.is_complex():
+        return torch.float32
+    other = not parameter.requires_grad and parameter.dtype != torch.float32
+    return parameter.dtype if other else None
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

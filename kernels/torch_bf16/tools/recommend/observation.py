@@ -140,7 +140,8 @@ class Observer:
         self._before.clear()
         for at, group in enumerate(optimizer.param_groups):
             rate = rate_of(group)
-            for parameter in group["params"]:
+            # Complex parameters are fp32 by every recipe.
+            for parameter in (p for p in group["params"] if not p.is_complex()):
                 if parameter.grad is not None and rate != 0 and local(parameter).numel():
                     self._before.append((parameter, rate, (number, at), _sample(parameter)))
 
@@ -167,7 +168,8 @@ class Observer:
         found.steps.append(0)
         found.rates.append([])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        kinds = {p.dtype for p in parameters} - {torch.float32, torch.bfloat16}
+        trainable = {torch.float32, torch.bfloat16, torch.complex64}
+        kinds = {p.dtype for p in parameters} - trainable
         if kinds:
             raise Refused(
                 f"{type(optimizer).__name__} trains weights in "
@@ -249,7 +251,7 @@ class _Watcher:
                 continue
             group = self.optimizer.param_groups[each.group]
             rate = rate_of(group)
-            if rate == 0 or not each.shard.memory.numel():
+            if rate == 0 or not each.shard.memory.numel() or parameter.is_complex():
                 continue
             taken = sample_of(each, group, float(scale), _SAMPLE)
             gradient = each.shard.gradient().reshape(-1)[taken.where].float().cpu()
