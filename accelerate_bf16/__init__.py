@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import bf16_autoload
 
-from .modes import ALIASES, MODES
+from .modes import MODES
 
 if TYPE_CHECKING:
     from .recipe_options import BF16RecipeKwargs
 
-__all__ = ["ALIASES", "MODES", "BF16RecipeKwargs", "register", "unregister"]
+__all__ = ["MODES", "BF16RecipeKwargs", "register", "unregister"]
 
 _PATCHES = "accelerate_bf16._patches"
 _OLDEST = (1, 1)

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 __all__ = [
-    "ALIASES",
     "LAUNCHER_VARIABLE",
     "MODES",
     "MODE_VARIABLE",
@@ -22,9 +21,6 @@ __all__ = [
 MODES: tuple[str, ...] = ("bf16-stochastic", "bf16-fp32-master")
 """Values of ``mixed_precision``; each is the name of a recipe of ``torch_bf16``."""
 
-ALIASES: dict[str, str] = {"true-bf16-stochastic": "bf16-stochastic"}
-"""Other spellings, which Accelerate gets as the mode that they stand for."""
-
 LAUNCHER_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 """Accelerate's own variable: the mode if a script names none."""
 
@@ -36,13 +32,12 @@ def canonical(value: object) -> str | None:
     """The mode that a value of ``mixed_precision`` names, or None if it is not one of ours.
 
     Example:
-        >>> canonical("true-bf16-stochastic")
+        >>> canonical("BF16-Stochastic")
         'bf16-stochastic'
         >>> canonical("bf16") is None
         True
     """
     name = str(value).lower()
-    name = ALIASES.get(name, name)
     return name if name in MODES else None
 
 
@@ -63,10 +58,10 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | Non
         ValueError: ACCELERATE_MIXED_PRECISION='bf16_stochastic' is not a mode of Accelerate, ...
     """
     mode = canonical(value)
-    if mode is None and value.lower().replace("_", "-").startswith(("bf16-", "true-bf16")):
+    if mode is None and value.lower().replace("_", "-").startswith("bf16-"):
         raise ValueError(
             f"{asked}={value!r} is not a mode of Accelerate, which would silently train in fp32. "
-            f"The modes of torch-bf16 are {', '.join((*MODES, *ALIASES))}"
+            f"The modes of torch-bf16 are {', '.join(MODES)}"
         )
     return mode
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_bf16.modes import (
-    ALIASES,
     LAUNCHER_VARIABLE,
     MODE_VARIABLE,
     MODES,
@@ -36,7 +35,7 @@ def add_argument(original: Any) -> Any:
 
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "--mixed_precision" in args and "bf16" in (kwargs.get("choices") or ()):
-            ours = (name for name in (*MODES, *ALIASES) if name not in kwargs["choices"])
+            ours = (name for name in MODES if name not in kwargs["choices"])
             kwargs["choices"] = [*kwargs["choices"], *ours]
         return original(self, *args, **kwargs)
 

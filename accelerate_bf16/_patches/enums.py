@@ -10,7 +10,7 @@ from bf16_autoload import Patches
 __all__ = ["add_member"]
 
 
-def add_member(patches: Patches, enum: type[Enum], value: str, member: Any = None) -> Any:
+def add_member(patches: Patches, enum: type[Enum], value: str) -> Any:
     """Add a member to an enum that mixes in ``str``, visible to every module that imported it.
 
     Works on Python 3.10 to 3.13, whose enums keep their members in the same maps.
@@ -19,20 +19,17 @@ def add_member(patches: Patches, enum: type[Enum], value: str, member: Any = Non
         patches: records the changes, to remove the member again.
         enum: the enum; mutated, unless it already has the value.
         value: the member's value, from which its name is made.
-        member: an existing member that gets this value and name as an alias, which is not listed;
-            None creates a new member.
     """
     maps: Any = enum
     if value in maps._value2member_map_:
         return maps._value2member_map_[value]
     name = value.upper().replace("-", "_")
-    if member is None:
-        member = str.__new__(maps, value)
-        member._name_ = name
-        member._value_ = value
-        member._sort_order_ = len(maps._member_names_)
-        member.__objclass__ = enum
-        patches.append(maps._member_names_, name)
+    member: Any = str.__new__(maps, value)
+    member._name_ = name
+    member._value_ = value
+    member._sort_order_ = len(maps._member_names_)
+    member.__objclass__ = enum
+    patches.append(maps._member_names_, name)
     # Set before the name is in the map: the metaclass forbids assigning to names in it.
     patches.set(enum, name, member)
     patches.add(maps._member_map_, name, member)

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from accelerate_bf16.modes import (
-    ALIASES,
     LAUNCHER_VARIABLE,
     MODE_VARIABLE,
     MODES,
@@ -28,8 +27,6 @@ def add_modes(module: Any, patches: Patches) -> None:
     """Make the modes members of ``PrecisionType``."""
     for mode in MODES:
         add_member(patches, module.PrecisionType, mode)
-    for alias, mode in ALIASES.items():
-        add_member(patches, module.PrecisionType, alias, module.PrecisionType(mode))
 
 
 def rename(module: Any, patches: Patches) -> None:

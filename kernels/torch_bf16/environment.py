@@ -50,7 +50,7 @@ def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | 
         ValueError: it does not name a mode.
 
     Example:
-        >>> mode_from_environment({"BF16_MODE": "true-bf16-stochastic"})
+        >>> mode_from_environment({"BF16_MODE": "BF16-Stochastic"})
         'bf16-stochastic'
     """
     value = environment.get("BF16_MODE", "").strip()
@@ -61,7 +61,7 @@ def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | 
             f"BF16_MODE={value!r} is not one of the modes of torch-bf16, {', '.join(RECIPES)}. "
             "Unset it to train in the precision that the script names"
         )
-    return get_recipe(value.lower()).name
+    return value.lower()
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -181,8 +181,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("bf16-fp32-master", weights="bf16+16", exp_avg="fp32", exp_avg_sq="fp32"),
     )
 }
-"""The named recipes; ``true-bf16-stochastic`` is an alias of ``bf16-stochastic``."""
-RECIPES["true-bf16-stochastic"] = RECIPES["bf16-stochastic"]
+"""The named recipes, by their names."""
 
 
 def get_recipe(recipe: str | Recipe, **overrides: Any) -> Recipe:

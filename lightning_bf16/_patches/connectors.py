@@ -65,7 +65,7 @@ def _override(mode: str, name: Any, passed: Any) -> str:
     if passed is not None:
         own = f"the plugin {type(passed).__name__}"
         current = passed.mode if isinstance(passed, PrecisionMixin) else None
-    if current in torch_bf16.RECIPES and torch_bf16.RECIPES[current].name == mode:
+    if current == mode:
         return mode
     if passed is not None or name not in _OVERRIDDEN:
         raise ValueError(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 import accelerate_bf16
-from accelerate_bf16 import ALIASES, MODES
+from accelerate_bf16 import MODES
 
 
 def test_modes_are_members_of_accelerates_own_enum(mode):
@@ -39,13 +39,6 @@ def test_enum_lists_every_mode_once_and_keeps_accelerates_own():
     assert PrecisionType("bf16") is PrecisionType.BF16
 
 
-def test_alias_is_the_same_member_and_is_not_listed():
-    for alias, name in ALIASES.items():
-        assert PrecisionType(alias) is PrecisionType(name)
-        assert alias in PrecisionType
-        assert alias not in PrecisionType.list()
-
-
 def test_accelerator_takes_each_mode(make_accelerator, mode):
     assert make_accelerator(mode).mixed_precision == mode
 
@@ -53,13 +46,6 @@ def test_accelerator_takes_each_mode(make_accelerator, mode):
 def test_accelerator_takes_the_enum_member(make_accelerator):
     accelerator = make_accelerator(PrecisionType("bf16-fp32-master"))
     assert accelerator.mixed_precision == "bf16-fp32-master"
-
-
-def test_alias_becomes_the_canonical_name(make_accelerator):
-    assert make_accelerator("true-bf16-stochastic").mixed_precision == "bf16-stochastic"
-    # Accelerate compares strings when a second one is made.
-    assert make_accelerator("bf16-stochastic").mixed_precision == "bf16-stochastic"
-    assert make_accelerator("true-bf16-stochastic").mixed_precision == "bf16-stochastic"
 
 
 def test_second_accelerator_of_another_mode_gets_accelerates_own_error(make_accelerator):
@@ -73,7 +59,7 @@ def test_unknown_mode_gets_accelerates_own_error_with_our_names(make_accelerator
         make_accelerator("bf17")
 
 
-@pytest.mark.parametrize("value", ["true-bf16-stochastic", "BF16-Stochastic", "bf16-stochastic"])
+@pytest.mark.parametrize("value", ["BF16-Stochastic", "bf16-stochastic"])
 def test_environment_variable_names_the_mode_in_every_spelling(
     make_accelerator, monkeypatch, value
 ):
@@ -81,7 +67,7 @@ def test_environment_variable_names_the_mode_in_every_spelling(
     assert make_accelerator().mixed_precision == "bf16-stochastic"
 
 
-@pytest.mark.parametrize("value", ["bf16_stochastic", "bf16-stochastc", "true-bf16", "BF16-mixed"])
+@pytest.mark.parametrize("value", ["bf16_stochastic", "bf16-stochastc", "BF16-mixed"])
 def test_misspelt_environment_variable_raises_instead_of_training_in_fp32(
     make_accelerator, monkeypatch, value
 ):
@@ -102,7 +88,7 @@ def test_accelerates_own_modes_stay_what_they_were(make_accelerator, monkeypatch
 
 def test_launcher_offers_the_modes_and_refuses_others(capsys):
     parser = launch_command_parser()
-    for name in (*MODES, *ALIASES, "bf16"):
+    for name in (*MODES, "bf16"):
         assert parser.parse_args(["--mixed_precision", name, "x.py"]).mixed_precision == name
         assert parser.parse_args(["--mixed-precision", name, "x.py"]).mixed_precision == name
     with pytest.raises(SystemExit):

@@ -87,7 +87,7 @@ def test_variable_is_put_back_and_wins_where_no_mode_is_named(monkeypatch):
     name = "ACCELERATE_MIXED_PRECISION"
     monkeypatch.setenv(name, "bf16-fp32-master")
     seen = []
-    for given in ({"mixed_precision": "true-bf16-stochastic"}, {}):
+    for given in ({"mixed_precision": "bf16-stochastic"}, {}):
         notebook_launcher(lambda: seen.append(os.environ[name]), num_processes=1, **given)
     assert seen == ["bf16-stochastic", "bf16-fp32-master"]
     assert os.environ[name] == "bf16-fp32-master"

@@ -117,7 +117,7 @@ def test_import_after_the_accelerator_still_comes_before_prepare(tmp_path):
         [sys.executable, "-c", PREPARE.format(before="", accelerator=made)],
         tmp_path,
         BF16_AUTOLOAD="0",
-        ACCELERATE_MIXED_PRECISION="true-bf16-stochastic",
+        ACCELERATE_MIXED_PRECISION="BF16-Stochastic",
     )
     assert done.stdout == TRAINS, done.stderr
     assert done.stderr.count("mixed_precision=bf16-stochastic: ") == 1

@@ -44,7 +44,7 @@ def test_a_script_that_names_a_mode_of_accelerates_wins_with_a_line_that_names_b
 
 @pytest.mark.parametrize("own", ["no", "bf16", None])
 def test_bf16_mode_is_meant_whatever_the_script_names(make_accelerator, monkeypatch, caplog, own):
-    monkeypatch.setenv("BF16_MODE", "true-bf16-stochastic")
+    monkeypatch.setenv("BF16_MODE", "BF16-Stochastic")
     accelerator = make_accelerator(own)
     assert str(accelerator.mixed_precision) == "bf16-stochastic"
     again = make_accelerator(own)

@@ -72,7 +72,7 @@ def chosen(request, tmp_path_factory):
         "flag": ([*cli, "--trainer.precision=bf16-stochastic", "--trainer.own=3"], {}),
         "config": ([*cli, f"--config={precision}"], {}),
         "config, overruled": (
-            [*cli, f"--config={precision}", "--trainer.precision=true-bf16-stochastic"],
+            [*cli, f"--config={precision}", "--trainer.precision=bf16-stochastic"],
             {},
         ),
         "plugin flags": ([*cli, f"--trainer.plugins={plugin}", *options], {}),

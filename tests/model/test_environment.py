@@ -52,7 +52,6 @@ def test_a_misspelt_variable_is_warned_of_and_somebody_elses_is_not():
         ("", None),
         (" ", None),
         ("BF16-FP32-Master", "bf16-fp32-master"),
-        ("true-bf16-stochastic", "bf16-stochastic"),
     ],
 )
 def test_a_mode_is_read(value, mode):

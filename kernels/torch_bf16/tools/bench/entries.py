@@ -96,7 +96,7 @@ def _fill(tensor: Tensor, block: Tensor) -> None:
         part.copy_(block[: len(part)])
 
 
-OURS = tuple(recipe.name for recipe in dict.fromkeys(RECIPES.values()))
+OURS = tuple(RECIPES)
 """Names of our entries: those of the recipes."""
 
 
@@ -104,7 +104,7 @@ def ours(names: Sequence[str | Recipe], backend: str | None = None) -> tuple[Ent
     """Our AdamW in each of these recipes.
 
     Args:
-        names: names of recipes, or recipes; an alias counts as the recipe that it stands for.
+        names: names of recipes, or recipes; one that is named twice counts once.
         backend: None for the one that is chosen for the device.
     """
     recipes = dict.fromkeys(get_recipe(name) for name in names)

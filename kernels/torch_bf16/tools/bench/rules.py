@@ -8,13 +8,13 @@ from typing import Any
 
 from torch_bf16 import rules
 from torch_bf16.formats import ROLES
-from torch_bf16.recipe import RECIPES, Recipe
+from torch_bf16.recipe import Recipe
 
 from .entries import OPTIONS, Entry, of_recipe, ours
 
 __all__ = ["BASE", "FORMATS", "RULES", "every_rule"]
 
-BASE = RECIPES["bf16-stochastic"].name
+BASE = "bf16-stochastic"
 
 _BETAS = {name: OPTIONS[name] for name in ("lr", "betas", "weight_decay")}
 _RATE = {name: OPTIONS[name] for name in ("lr", "weight_decay")}

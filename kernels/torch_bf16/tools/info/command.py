@@ -75,7 +75,6 @@ def record() -> dict[str, Any]:
                 "name": name,
                 "formats": [each.weights, each.exp_avg, each.exp_avg_sq],
                 "bytes": each.bytes_per_parameter,
-                "alias_of": None if name == each.name else each.name,
             }
             for name, each in RECIPES.items()
         ],
@@ -103,8 +102,7 @@ def _show(found: Mapping[str, Any]) -> None:
     print("\n".join(machine_lines(found)))
     print("\nrecipes (formats; bytes per parameter without the gradient, AdamW):")
     for each in found["recipes"]:
-        alias = "" if each["alias_of"] is None else f"  (alias of {each['alias_of']})"
-        print(f"  {each['name']:22} {' / '.join(each['formats']):50} {each['bytes']:3}{alias}")
+        print(f"  {each['name']:22} {' / '.join(each['formats']):50} {each['bytes']:3}")
     print(
         f"\noptimizers with a fused rule: {', '.join(found['optimizers'])}; "
         f"any other: its own step on fp32 copies, {BUCKET_BYTES >> 20} MB at a time or one tensor"

@@ -147,7 +147,7 @@ def _read_backend(environment: Mapping[str, str]) -> None:
 
 def _read_launcher(environment: Mapping[str, str]) -> None:
     value = environment["ACCELERATE_MIXED_PRECISION"].strip().lower()
-    ours = value.replace("_", "-").startswith(("bf16-", "true-bf16"))
+    ours = value.replace("_", "-").startswith("bf16-")
     if ours and value not in RECIPES:
         raise ValueError(
             f"ACCELERATE_MIXED_PRECISION={value} names no mode; use one of {', '.join(RECIPES)}"

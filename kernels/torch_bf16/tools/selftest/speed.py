@@ -55,7 +55,7 @@ def speed(
     Raises:
         MemoryError: torch's fused AdamW does not fit.
     """
-    recipes = ours([*dict.fromkeys(RECIPES.values()), INT8_MOMENTS])
+    recipes = ours([*RECIPES.values(), INT8_MOMENTS])
     (baseline,) = (each for each in PEERS["torch"].entries if each.name == BASELINE)
     plain = (baseline, *recipes)
     ways = ("moved", "graph") if device.type == "cuda" else ("moved",)

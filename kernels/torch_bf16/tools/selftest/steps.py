@@ -47,7 +47,7 @@ _OPTIMIZERS: dict[str, tuple[type[BF16Optimizer], Mapping[str, Any]]] = {
     "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
     "Muon": (Muon, {"lr": 0.01}),
 }
-_NAMED = tuple(dict.fromkeys(RECIPES.values()))
+_NAMED = tuple(RECIPES.values())
 
 
 class NotHere(Exception):
