@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch_bf16.errors import CheckpointError
@@ -24,28 +25,47 @@ def replacing(path: Path) -> Iterator[Path]:
 
     It lies beside ``path``, is flushed to disk and renamed when the context ends, and is removed
     after an exception. A process that is killed in between leaves the old file and at most one
-    ``.<name>.partial``, which the next write of ``path`` overwrites.
+    ``.<name>.partial``, which the next write of ``path`` overwrites; safetensors may leave a
+    ``.tmp`` file of its own.
 
     Raises:
-        CheckpointError: another process is writing ``path``.
+        CheckpointError: another process or thread is writing ``path``.
         OSError: the folder is not there, or cannot be written to.
     """
     partial = path.with_name(f".{path.name}.partial")
-    # Not truncated before it is locked: another process may be writing it.
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        _lock(descriptor, partial, path)
+    with ExitStack() as locks:
+        file = locks.enter_context(_locked(partial, path, os.O_CREAT))
+        mode = stat.S_IMODE(os.fstat(file).st_mode)
         try:
-            os.truncate(descriptor, 0)
+            os.truncate(file, 0)
             yield partial
-            os.fsync(descriptor)
+            # safetensors writes another file, closed to other users, and renames it to this one.
+            if not _is_at(file, partial):
+                file = locks.enter_context(_locked(partial, path, 0))
+                os.chmod(partial, mode)
+            os.fsync(file)
             os.replace(partial, path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            if _is_at(file, partial):
+                partial.unlink()
             raise
+    _sync_folder(path.parent)
+
+
+@contextmanager
+def _locked(partial: Path, path: Path, flags: int) -> Iterator[int]:
+    """Give the descriptor of a file that no other writer of ``path`` has; it is not truncated."""
+    try:
+        descriptor = os.open(partial, os.O_RDWR | flags, 0o666)
+    except FileNotFoundError:
+        if flags:
+            raise
+        raise _taken(path) from None
+    try:
+        _lock(descriptor, partial, path)
+        yield descriptor
     finally:
         os.close(descriptor)
-    _sync_folder(path.parent)
 
 
 def _lock(descriptor: int, partial: Path, path: Path) -> None:
@@ -53,18 +73,27 @@ def _lock(descriptor: int, partial: Path, path: Path) -> None:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have finished since open(), and this may be its checkpoint by now.
-        ours = os.path.samestat(os.fstat(descriptor), os.stat(partial))
-    except FileNotFoundError:
-        ours = False
+        # Another writer may have finished since open(), and this may be its checkpoint by now.
+        ours = _is_at(descriptor, partial)
     except OSError as error:
         # Other errors come from file systems without locks.
         ours = error.errno not in (errno.EAGAIN, errno.EACCES)
     if not ours:
-        raise CheckpointError(
-            f"another process is writing {path} right now; save from one rank only, or under "
-            "another name. Nothing was written"
-        )
+        raise _taken(path)
+
+
+def _taken(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"another process is writing {path} right now; save from one rank only, or under another "
+        "name. Nothing was written"
+    )
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:
@@ -75,5 +104,7 @@ def _sync_folder(folder: Path) -> None:
         return
     try:
         os.fsync(descriptor)
+    except OSError:  # nor do all file systems flush them
+        pass
     finally:
         os.close(descriptor)
