@@ -154,3 +154,22 @@ def sum_beside_another_optimizer(accumulate):
 @pytest.mark.parametrize("accumulate", ["bf16_stochastic", pytest.param("fp32", marks=fp32)])
 def test_gradients_of_other_optimizers_in_a_unit_of_fsdp2_are_summed_by_torch(ranks, accumulate):
     ranks(1, sum_beside_another_optimizer, accumulate)
+
+
+def test_an_optimizer_that_is_gone_is_freed_under_ddp_and_the_next_one_sums(one_rank):
+    model = nn.Linear(8, 8)
+    torch_bf16.cast_model(model, "bf16-fp32-master")
+    ddp = nn.parallel.DistributedDataParallel(model)
+    states = []
+    for _ in range(3):
+        optimizer = torch_bf16.AdamW(model.parameters(), recipe="bf16-fp32-master")
+        torch_bf16.accumulate_gradients(ddp, optimizer, "fp32")
+        for _ in range(2):
+            ddp(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((8, 8), 4.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(weakref.ref(optimizer.state[model.weight]["exp_avg"]))
+        del optimizer
+        gc.collect()
+    assert [each() for each in states] == [None] * 3

@@ -46,6 +46,15 @@ def test_a_release_takes_its_steps_inside_the_backward_pass_until_it_is_removed(
     assert optimizer._engine.release is None
 
 
+def test_a_release_that_a_host_began_while_everything_was_frozen_ends_too():
+    model, optimizer = made()
+    model.requires_grad_(False)
+    torch_bf16.setup_gradients(model, optimizer, given())
+    model.requires_grad_(True)
+    torch_bf16.end_releases(model.parameters())
+    assert optimizer._engine.release is None
+
+
 def test_releases_that_a_host_began_end_with_the_parameters_and_those_of_users_stay():
     model, optimizer = made()
     other, users = made()

@@ -158,14 +158,14 @@ class GradientAccumulation:
             _check_dtypes(sharded, format)
             try:
                 if model is not None and format == "fp32":
-                    self._reduction = Fp32Reduction.of(model, self)
+                    self._reduction = Fp32Reduction.of(model)
                 self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for unit in sharded:
                     take = functools.partial(self._take_all, [*map(id, unit.parameters)])
                     self._hooks.append(before_backward_of(unit, take))
                 self.hook_parameters()
-            except Exception:
+            except BaseException:
                 self.remove()
                 raise
             self._hooks += [
@@ -182,8 +182,6 @@ class GradientAccumulation:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._reduction is not None:
-            self._reduction.remove(self)
         self._hooked.drop(self._hooked.by_id)
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine.accumulation is self:

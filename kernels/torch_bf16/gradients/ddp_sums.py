@@ -69,15 +69,10 @@ class Fp32Reduction(Reducer):
         super().__init__(module)
         self._parameters = set(module.parameters())
         self._passes = Passes(_Kept, _Kept.put_back)
-        self._users: set[Any] = set()
 
     @classmethod
-    def of(cls, model: nn.Module, user: Any) -> Fp32Reduction | None:
+    def of(cls, model: nn.Module) -> Fp32Reduction | None:
         """The reduction of the DDP module in ``model``, or None if there is no such module.
-
-        Args:
-            model: the model.
-            user: needs it until it is given to :meth:`remove`; DDP reduces if nothing does.
 
         Raises:
             ValueError: an option or a communication hook of the module prevents it.
@@ -107,7 +102,6 @@ class Fp32Reduction(Reducer):
         if reduction is None:
             reduction = cls(module)
             reduction.register(module)
-        reduction._users.add(user)
         return reduction
 
     def hook(self, parameter: Tensor) -> list[Any]:
@@ -116,13 +110,10 @@ class Fp32Reduction(Reducer):
             return []
         return [parameter.register_post_accumulate_grad_hook(self._keep)]
 
-    def remove(self, user: Any) -> None:
-        """Leave the reduction to DDP, in the parameters' dtype, unless another user is left."""
-        self._users.discard(user)
-
     def _keep(self, parameter: Any) -> None:
         running = self._passes.current()
-        if parameter.dtype != torch.bfloat16 or running is None:
+        # Kept already, if an optimizer that is gone has left a hook.
+        if parameter.dtype != torch.bfloat16 or running is None or parameter.grad is None:
             return
         # An enclosing pass's gradient was hidden, so autograd has not added this one to it.
         for each in self._passes:
@@ -132,9 +123,10 @@ class Fp32Reduction(Reducer):
         parameter.grad = None
 
     def reduce(self, bucket: Any) -> Any:
-        """Begin to take the mean over all ranks, in fp32."""
+        """Begin to take the mean over all ranks, in fp32 if sums of the bucket's parameters are."""
         size, buffer = dist.get_world_size(self._group), bucket.buffer()
-        if not self._users or buffer.dtype != torch.bfloat16:
+        sums: bool = any(each.grad_dtype == torch.float32 for each in bucket.parameters())
+        if not sums or buffer.dtype != torch.bfloat16:
             return all_reduce_mean(buffer, self._group)
         for parameter in bucket.parameters():
             # A pass within this one, as under reentrant checkpointing, has put it back already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -94,6 +95,11 @@ class ReleasedSteps:
     def abandoned(self) -> bool:
         """Whether the optimizer is gone: no step is taken any more."""
         return self._optimizer() is None
+
+    def trains(self, parameters: Container[int]) -> bool:
+        """Whether the optimizer has any of these parameters, by id, frozen or not."""
+        groups = getattr(self._optimizer(), "param_groups", ())
+        return any(id(p) in parameters for group in groups for p in group["params"])
 
     def remove(self) -> None:
         """Return to ordinary steps, after ``backward()``."""

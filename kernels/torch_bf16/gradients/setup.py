@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch_bf16.engine.wrappers import held_optimizers, optimizer_for
 
 from .accumulation import accumulate_gradients
-from .hooked_parameters import released
 from .release import release_gradients
 from .release_options import ReleaseOptions
 from .released_steps import ReleasedSteps
@@ -39,7 +38,7 @@ def setup_gradients(
         optimizer: an optimizer of this package or a converted one, also in a host's wrapper; its
             parameters get hooks. One that holds several, or ZeRO's part of one, is left alone if
             none of the three is asked for.
-        release: the result of :func:`release_options`; None releases nothing.
+        release: the result of :func:`release_options`; None begins none.
 
     Returns:
         The handle of the release, whose ``remove()`` ends it, as :func:`end_releases` does; None
@@ -81,6 +80,7 @@ def end_releases(parameters: Iterable[Tensor], keep: Iterable[torch.optim.Optimi
         >>> torch_bf16.end_releases(model.parameters())
     """
     kept = {ours._engine.release for each in keep for ours in held_optimizers(each)}
-    found = {hooks.owner for p in parameters if (hooks := released.get(id(p))) is not None}
-    for each in found & {*_begun} - kept:
-        each.remove()
+    keys = {*map(id, parameters)}
+    for each in {*_begun} - kept:
+        if each.abandoned or each.trains(keys):
+            each.remove()
