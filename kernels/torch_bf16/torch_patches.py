@@ -248,15 +248,25 @@ class Kernels:
 
     def apply(self) -> None:
         """Register them, unless they are or the patch is turned off."""
-        if self._library is None and is_enabled(self._patch):
-            self._library = Library("aten", "IMPL")
-            self._register(self._library)
+        if self._library is not None or not is_enabled(self._patch):
+            return
+        with _lock:
+            if self._library is not None:
+                return
+            library = Library("aten", "IMPL")
+            try:
+                self._register(library)
+            except BaseException:
+                library._destroy()
+                raise
+            self._library = library
 
     def undo(self) -> None:
         """Take them out again, until the next :meth:`apply`."""
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        with _lock:
+            if self._library is not None:
+                self._library._destroy()
+                self._library = None
 
 
 _ABSENT: Any = object()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bf16
 from torch_bf16 import torch_patches
 from torch_bf16.model import autocast
-from torch_bf16.torch_patches import PATCHES, SWITCH, Replacement
+from torch_bf16.torch_patches import PATCHES, SWITCH, Kernels, Replacement
 
 ROOT = Path(__file__).parents[2]
 torch_patches.restore()
@@ -261,18 +261,54 @@ def test_ours_acts_again_when_what_lay_on_top_while_it_was_applied_is_gone(count
     assert Counts.count is stock
 
 
-def test_threads_that_apply_at_once_apply_it_once(counting):
-    for _ in range(50):
-        barrier = threading.Barrier(4)
-        threads = [
-            threading.Thread(target=lambda b=barrier: (b.wait(), counting.apply()))
-            for _ in range(4)
-        ]
-        [each.start() for each in threads]
-        [each.join() for each in threads]
-        assert Counts().count(0) == 1
-        counting.undo()
-        assert Counts().count(0) == 0
+@pytest.mark.parametrize("kind", [Replacement, Kernels])
+def test_a_second_thread_waits_until_the_first_has_applied_it(kind):
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def make(given):
+        made.append(given)
+        begun.set()
+        assert go_on.wait(20)
+        return given
+
+    where = (Counts, "count") if kind is Replacement else ()
+    patch = kind("autocast_exit", *where, make)
+    first, second = (threading.Thread(target=patch.apply) for _ in range(2))
+    first.start()
+    assert begun.wait(20)
+    second.start()
+    second.join(0.2)
+    waits = second.is_alive()
+    go_on.set()
+    first.join()
+    second.join()
+    patch.undo()
+    assert waits
+    assert len(made) == 1
+
+
+def test_kernels_whose_registration_was_interrupted_are_registered_by_the_next_apply():
+    calls = []
+
+    def register(library):
+        calls.append(library)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    kernels = Kernels("autocast_kernels", register)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.apply()
+    kernels.apply()
+    kernels.undo()
+    assert len(calls) == 2
+
+
+def test_lerps_take_the_weights_by_all_of_torchs_names():
+    train()
+    for name, weight in (("weight", 0.5), ("weights", [torch.full((2,), 0.5)])):
+        average = [torch.zeros(2)]
+        torch._foreach_lerp_(average, [torch.ones(2)], **{name: weight})
+        assert average[0].tolist() == [0.5, 0.5]
 
 
 def test_an_attribute_that_a_class_inherits_is_inherited_again():

@@ -93,7 +93,7 @@ _REPLACEMENTS = (
 )
 
 
-def _is_average(weight: Any = None) -> bool:
+def _is_average(weight: Any = None, **_: Any) -> bool:
     """Whether a weight of ``lerp_`` may be that of an average that is to be looked up."""
     return _lookups > 0 and isinstance(weight, float) and 0 < weight < 1
 
