@@ -26,9 +26,9 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
-    """The converted ones among optimizers that may be prepared or bare."""
+    """The converted ones among optimizers that may be prepared or bare, or inside such ones."""
     unwrapped = map(unwrap_optimizer, optimizers)
-    return [each for each in unwrapped if isinstance(each, torch_bf16.BF16Optimizer)]
+    return [ours for each in unwrapped for ours in torch_bf16.held_optimizers(each)]
 
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -25,6 +25,27 @@ class Apart(Around):
         self.param_groups = [{**each} for each in base.param_groups]
 
 
+class Both(torch.optim.Optimizer):
+    """Takes the steps of two."""
+
+    def __init__(self, *both):
+        groups = [group for each in both for group in each.param_groups]
+        super().__init__([p for group in groups for p in group["params"]], {})
+        self.both, self.param_groups = both, groups
+
+    def step(self, closure=None):
+        for each in self.both:
+            each.step()
+
+    def zero_grad(self, set_to_none=True):
+        for each in self.both:
+            each.zero_grad(set_to_none)
+
+    def train(self):
+        for each in self.both:
+            each.train()
+
+
 @pytest.mark.parametrize("kind", [Around, Apart])
 def test_a_wrapper_around_a_converted_optimizer_is_prepared(
     make_accelerator, train, mode, model, batches, kind
@@ -40,3 +61,18 @@ def test_a_wrapper_around_a_converted_optimizer_is_prepared(
     assert model.up.weight.dtype == torch.bfloat16
     assert base.state[model.up.weight]["step"] == 3
     assert not torch.equal(model.up.weight.float(), before)
+
+
+def test_what_is_saved_of_two_optimizers_in_one_is_the_average_of_both(
+    make_accelerator, train, model, batches
+):
+    accelerator = make_accelerator("bf16-stochastic")
+    parameters = [*model.parameters()]
+    halves = parameters[:1], parameters[1:]
+    both = Both(*(torch_bf16.AdamWScheduleFree(half, lr=0.05) for half in halves))
+    prepared, wrapped = accelerator.prepare(model, both)
+    both.train()
+    train(accelerator, prepared, wrapped, batches[:3])
+    trained = {name: each.clone() for name, each in model.state_dict().items()}
+    saved = accelerator.get_state_dict(prepared)
+    assert not any(torch.equal(saved[name], trained[name]) for name, _ in model.named_parameters())
