@@ -88,18 +88,18 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
     state dicts do not contain it.
 
     Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
-    tuples, lists, dicts, tensordicts and outputs of transformers and diffusers; and in dataclasses
-    and mutable mappings, unless they forbid copies or writes. Tensors in other objects, such as a
-    ``torch.distributions.Normal``, stay bf16.
+    tuples, lists, dicts, tensordicts and outputs of transformers and diffusers; and in dataclasses,
+    mutable mappings and distributions of ``torch.distributions``, unless they forbid copies or
+    writes. Tensors in other objects stay bf16.
 
     Args:
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
             settings.
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
             instead, also those of each part that has bf16 weights of its own (there not in
-            dataclasses or mutable mappings); see :func:`torch_bf16.arithmetic`. None keeps what the
-            model carries, such as the ``"fp32"`` of a recipe that it was cast by; without that,
-            ``"autocast"``.
+            dataclasses, mutable mappings or distributions); see :func:`torch_bf16.arithmetic`. None
+            keeps what the model carries, such as the ``"fp32"`` of a recipe that it was cast by;
+            without that, ``"autocast"``.
         **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Returns:

@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = ["map_arguments", "map_tensors"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """``data`` with ``function`` applied to all tensors in it, also in dataclasses."""
+    """``data`` with ``function`` applied to all tensors in it.
+
+    Also in dataclasses, mutable mappings, and distributions of ``torch.distributions``.
+    """
     return _map_inside((), function, data)
 
 
@@ -27,7 +31,7 @@ def map_arguments(
     """Apply ``function`` to the tensors in the arguments of a part of a model.
 
     An argument in which nothing changes stays the same object: a part may write into it, such as
-    the cache of a transformer. Dataclasses and mutable mappings are left alone.
+    the cache of a transformer. Dataclasses, mutable mappings and distributions are left alone.
     """
     return (
         tuple(_map_argument(function, each) for each in args),
@@ -73,7 +77,7 @@ def _map_leaf(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], leaf
 
 
 def _contents(leaf: Any) -> dict[Any, Any] | None:
-    """What a mutable mapping or a dataclass holds; None for other objects, and if it does not tell.
+    """What a mapping, a dataclass or a distribution holds; None if it does not tell, or is another.
 
     Its methods and properties may raise anything.
     """
@@ -83,6 +87,8 @@ def _contents(leaf: Any) -> dict[Any, Any] | None:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module)):
             names = [each.name for each in dataclasses.fields(leaf) if hasattr(leaf, each.name)]
             return {name: getattr(leaf, name) for name in names}
+        if isinstance(leaf, (Distribution, Transform)):
+            return dict(leaf.__dict__)
     except Exception:
         pass
     return None
