@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from optimizer_cases import RECIPES, bits, every_recipe, take_steps
 
 import torch_bf16
-from torch_bf16 import CheckpointError, fp32_optimizer_state_dict, fp32_state_dict
+from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
 from torch_bf16.checkpoints.export import export_file, fp32_weights
 from torch_bf16.tools import cli
 from torch_bf16.tools.weights import open_checkpoint
@@ -233,67 +233,6 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(suffix, tmp_path, c
     assert f"{output} was not written: [enforce fail" in capsys.readouterr().err
     assert output.read_text() == "before"
     assert {each.name for each in tmp_path.iterdir()} == {path.name, output.name}
-
-
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_a_file_that_another_export_writes_is_left_alone(suffix, tmp_path, capsys):
-    fcntl = pytest.importorskip("fcntl")
-    _, _, path = saved_run(tmp_path, "ours")
-    output, partial = tmp_path / f"out.{suffix}", tmp_path / f".out.{suffix}.partial"
-    with partial.open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        assert cli.main(["export", str(path), str(output)]) == 2
-    assert f"another process is writing {output} right now" in capsys.readouterr().err
-    assert partial.exists()
-    assert not output.exists()
-    assert cli.main(["export", str(path), str(output)]) == 0
-    assert {each.name for each in tmp_path.iterdir()} == {path.name, output.name}
-
-
-def test_a_writer_that_comes_after_safetensors_has_renamed_its_own_file_is_refused(
-    tmp_path, monkeypatch
-):
-    safetensors = pytest.importorskip("safetensors.torch")
-    _, _, path = saved_run(tmp_path, "ours")
-    save_file, seen = safetensors.save_file, []
-
-    def save(content, target):
-        save_file(content, target)
-        monkeypatch.setattr(safetensors, "save_file", save_file)
-        export_file(path, tmp_path / "out.safetensors")
-        seen.append((tmp_path / "out.safetensors").read_bytes())
-
-    monkeypatch.setattr(safetensors, "save_file", save)
-    with pytest.raises(CheckpointError, match=r"another process is writing .*out\.safetensors"):
-        export_file(path, tmp_path / "out.safetensors")
-    assert (tmp_path / "out.safetensors").read_bytes() == seen[0] != b""
-
-
-def test_an_exported_file_is_flushed_and_open_to_the_users_that_others_are(tmp_path, monkeypatch):
-    pytest.importorskip("safetensors.torch")
-    _, _, path = saved_run(tmp_path, "ours")
-    (tmp_path / "other").touch()
-    fsync, flushed = os.fsync, []
-    monkeypatch.setattr(os, "fsync", lambda file: (flushed.append(os.fstat(file)), fsync(file)))
-    for suffix in ("pt", "safetensors"):
-        output = tmp_path / f"out.{suffix}"
-        export_file(path, output)
-        assert output.stat().st_mode == (tmp_path / "other").stat().st_mode
-        assert any(os.path.samestat(each, output.stat()) for each in flushed)
-
-
-def test_a_folder_that_cannot_be_flushed_is_no_failure(tmp_path, monkeypatch):
-    _, _, path = saved_run(tmp_path, "ours")
-    fsync = os.fsync
-
-    def refuse(file):
-        if os.path.isdir(f"/proc/self/fd/{file}"):
-            raise OSError(22, "Invalid argument")
-        fsync(file)
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    export_file(path, tmp_path / "out.pt")
-    assert torch.load(tmp_path / "out.pt")
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path, capsys):
