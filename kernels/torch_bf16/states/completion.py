@@ -294,13 +294,16 @@ def place_states(
         if key == "step" or not isinstance(each, Tensor):
             continue
         old = source.get(key)
-        in_place = (
-            isinstance(old, Tensor)
-            and old.is_complex() == shard.parameter.is_complex()
-            and same_memory(as_real(local(old)), each)
-        )
+        in_place = isinstance(old, Tensor) and _is_in_place(old, each, shard)
         placed[key] = old if in_place else shard.place(each, _whole_shape(key, shard))
     return placed
+
+
+def _is_in_place(old: Tensor, part: Tensor, shard: Shard) -> bool:
+    """Whether a tensor, of which ``part`` is this rank's part, is placed like the parameter."""
+    if old.is_complex() != shard.parameter.is_complex():
+        return False
+    return same_memory(as_real(old), part) if old.is_complex() else local(old) is part
 
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
