@@ -27,8 +27,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
     """The converted ones among optimizers that may be prepared or bare, or inside such ones."""
-    unwrapped = map(unwrap_optimizer, optimizers)
-    return [ours for each in unwrapped for ours in torch_bf16.held_optimizers(each)]
+    return [ours for each in optimizers for ours in torch_bf16.held_optimizers(each)]
 
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:

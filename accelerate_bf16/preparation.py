@@ -16,7 +16,7 @@ import torch_bf16
 from ._patches import patches
 from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
-from .optimizers import trains, unwrap_optimizer
+from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
@@ -208,8 +208,8 @@ class Preparation:
         """A model's recipe with the adapters that stay fp32, looked up before sharding."""
         if id(model) not in self._recipes:
             # An optimizer that the user created as ours keeps its recipe, and the model follows it.
-            held = map(torch_bf16.held_optimizers, self.optimizers_of(model))
-            recipe = next((ours.recipe for each in held for ours in each), self._recipe)
+            recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
+            recipe = next(recipes, self._recipe)
             adapters = fp32_adapters(model)
             keep = (*recipe.keep_fp32, *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)

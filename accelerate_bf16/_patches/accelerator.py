@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -212,14 +211,15 @@ def clip_grad_norm_(
     if norm_type != 2:
         return original(accelerator, _check_not_released(parameters), max_norm, norm_type)
     import torch_bf16
+    from accelerate_bf16.optimizers import converted_optimizers
 
     if max_norm == math.inf:
         return _norm_alone(parameters)
     if not accelerator.sync_gradients:
         # A partial sum, different on each rank: only the norm of the whole sum may reach the step.
         return torch_bf16.total_norm(parameters)
-    held = map(torch_bf16.held_optimizers, accelerator._optimizers)
-    return torch_bf16.clip_next_step(itertools.chain(*held), max_norm, parameters=parameters)
+    optimizers = converted_optimizers(accelerator._optimizers)
+    return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
 
 
 @_without_deepspeed
