@@ -87,23 +87,28 @@ class Around(torch.optim.Optimizer):
         return self.base.step(closure)
 
 
+def assert_steps_inside_backward(fabric, module, optimizer, first):
+    """Set up the module and the optimizer in some order; releases begin in any."""
+    if first == "both":
+        model, wrapped = fabric.setup(module, optimizer)
+    elif first == "module":
+        model, wrapped = fabric.setup_module(module), fabric.setup_optimizers(optimizer)
+    else:
+        wrapped, model = fabric.setup_optimizers(optimizer), fabric.setup_module(module)
+    fabric.backward(model(torch.randn(2, 8)).square().sum())
+    assert module.weight.grad is None
+    wrapped.step()
+    (ours,) = torch_bf16.held_optimizers(optimizer)
+    assert float(ours.state[module.weight]["step"]) == 1.0
+
+
 @pytest.mark.parametrize("first", ["both", "module", "optimizer"])
 def test_gradients_of_an_optimizer_inside_another_are_released(fabric_package, first):
     plugin = plugin_of(fabric_package, release_gradients=True)
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     module = nn.Linear(8, 4)
     adamw = torch_bf16.convert(torch.optim.AdamW(module.parameters()), plugin.recipe, model=module)
-    optimizer = Around(adamw)
-    if first == "both":
-        model, optimizer = fabric.setup(module, optimizer)
-    elif first == "module":
-        model, optimizer = fabric.setup_module(module), fabric.setup_optimizers(optimizer)
-    else:
-        optimizer, model = fabric.setup_optimizers(optimizer), fabric.setup_module(module)
-    fabric.backward(model(torch.randn(2, 8)).square().sum())
-    assert module.weight.grad is None
-    optimizer.step()
-    assert float(adamw.state[module.weight]["step"]) == 1.0
+    assert_steps_inside_backward(fabric, module, Around(adamw), first)
 
 
 def weights_after(pl, data, fit=None, **options):
@@ -241,14 +246,7 @@ def test_gradients_of_what_was_set_up_apart_are_released(fabric_package, first):
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     module = nn.Linear(8, 4)
     adamw = torch.optim.AdamW(module.parameters(), lr=0.01)
-    if first == "module":
-        model, optimizer = fabric.setup_module(module), fabric.setup_optimizers(adamw)
-    else:
-        optimizer, model = fabric.setup_optimizers(adamw), fabric.setup_module(module)
-    fabric.backward(model(torch.randn(2, 8)).square().sum())
-    assert module.weight.grad is None
-    optimizer.step()
-    assert float(adamw.state[module.weight]["step"]) == 1.0
+    assert_steps_inside_backward(fabric, module, adamw, first)
 
 
 def test_two_optimizers_of_one_setup_cannot_release_the_same_gradients(fabric_package):
