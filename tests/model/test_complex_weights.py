@@ -10,6 +10,7 @@ import torch_bf16
 from torch_bf16.tools.estimate.memory import dtype_of
 from torch_bf16.tools.estimate.precisions import precisions
 from torch_bf16.tools.estimate.shapes import shapes_of
+from torch_bf16.tools.estimate.sources import model_shapes
 
 
 def prepared(mode="bf16-stochastic"):
@@ -64,10 +65,14 @@ def test_a_complex_number_counts_as_two_numbers_of_fp32(accumulate):
     assert len(found.bytes_by_role) == 4
 
 
-def test_estimates_count_complex_weights_in_fp32_in_every_precision():
+def test_estimates_count_complex_weights_in_fp32_in_every_precision(tmp_path):
     (wave, *_) = (each for each in shapes_of(Waves(), "it").weights if each.name == "wave")
     assert (wave.shape, wave.numel, wave.hidden) == ((5, 6, 2), 60, False)
-    assert {dtype_of(wave, each) for each in precisions()} == {torch.float32}
+    torch.save(Waves().state_dict(), tmp_path / "run.pt")
+    (saved, *_) = (e for e in model_shapes(f"{tmp_path}/run.pt").weights if e.name == "wave")
+    assert saved.shape == (5, 6, 2)
+    for each in (wave, saved):
+        assert {dtype_of(each, precision) for precision in precisions()} == {torch.float32}
 
 
 def test_the_monitor_sees_that_complex_weights_lose_nothing():

@@ -14,10 +14,13 @@ from complex_cases import (
     real,
     scattered,
 )
-from optimizer_cases import OPTIMIZERS, every_backend, every_case
+from optimizer_cases import OPTIMIZERS, every_backend, every_case, parameters_of
+from recorded_graphs import record
 from torch import nn
 
 import torch_bf16
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.sharding import as_real
 
 
 def take(pair, seeds, form=torch.clone):
@@ -48,6 +51,39 @@ def test_every_rule_gives_complex_parameters_the_bits_of_their_real_twins(name, 
             for each in pair:
                 each.train(mode)
             assert_like_twin(*pair)
+
+
+def steps_agree(name, recipe):
+    pair = make_pair(name, recipe, "triton")
+    take(pair, range(2))
+    take(pair, [2], conjugated)
+    take(pair, [3], scattered)
+    assert_like_twin(*pair)
+
+
+def replays_agree(name, recipe):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "record", record)
+        # A graph cannot hold the copy through which others step.
+        contiguous = {key: each.contiguous() for key, each in make_tensors().items()}
+        pair = make_pair(name, recipe, "triton", tensors=contiguous)
+        give(pair, random_gradients(pair[0], 0))
+        replay = pair[0].graphed()
+        for seed in range(3):
+            gradients = random_gradients(pair[0], seed)
+            for optimizer, step in zip(pair, (replay, pair[1].step), strict=True):
+                for parameter, each in zip(parameters_of(optimizer), gradients, strict=True):
+                    as_real(parameter.grad).copy_(as_real(each))
+                step()
+    assert_like_twin(*pair)
+
+
+@pytest.mark.parametrize("recipe", ["stochastic", "master"])
+@pytest.mark.parametrize("name", ["adamw", "stable"])
+def test_triton_gives_them_too_and_so_do_replays_of_a_graph(interpreted, name, recipe):
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
+    interpreted(steps_agree, name, recipe)
+    interpreted(replays_agree, name, recipe)
 
 
 @pytest.mark.parametrize("name", [name for name, case in OPTIMIZERS.items() if case[1]])

@@ -29,9 +29,9 @@ def make_tensors(seed=0) -> dict[str, Tensor]:
     }
 
 
-def make_pair(name, recipe, backend, seed=0, **options):
+def make_pair(name, recipe, backend, seed=0, tensors=None, **options):
     """An optimizer of complex and real parameters, and one of their real twins, with the names."""
-    tensors = make_tensors(seed)
+    tensors = tensors or make_tensors(seed)
     return [
         make_optimizer(
             name,

@@ -92,4 +92,4 @@ def _state_dicts(path: Path, with_optimizer: bool) -> tuple[dict[str, Any], dict
 
 
 def _whole(value: Any) -> Any:
-    return value.read(0, value.numel).view(value.shape) if isinstance(value, SavedTensor) else value
+    return value.whole() if isinstance(value, SavedTensor) else value

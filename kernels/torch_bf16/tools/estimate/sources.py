@@ -174,7 +174,8 @@ def _of_checkpoint(path: Path) -> ModelShapes:
     for name, each in saved.untied().items():
         owner, _, last = name.rpartition(".")
         if each.dtype in _TRAINED and last not in _STATISTICS:
-            weights.append(Weight(name, each.shape, stays_fp32=owner in owners))
+            kept = torch.float32 if each.is_complex else None
+            weights.append(Weight(name, each.shape, stays_fp32=owner in owners, frozen_as=kept))
         else:
             buffers += each.numel * each.dtype.itemsize
     if not weights:

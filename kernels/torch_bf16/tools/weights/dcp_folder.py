@@ -133,7 +133,7 @@ def _after(where: Sequence[Any], word: str) -> Sequence[Any] | None:
 
 
 def _tensor(path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any]) -> SavedTensor:
-    parts = []
+    parts, dtype = [], entry.properties.dtype
     for chunk in entry.chunks:
         place = by_offset.get(tuple(chunk.offsets))
         if place is None and len(entry.chunks) == 1:
@@ -146,10 +146,14 @@ def _tensor(path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], A
                 f"{file} is not there or was cut short: {key} lies in it, up to byte "
                 f"{place.offset + place.length:,}. The checkpoint is incomplete"
             )
-        box = tuple(chunk.offsets), tuple(chunk.sizes)
-        parts.append(_Part(*box, file, place.offset, place.length))
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    return SavedTensor(shape, dtype, functools.partial(_read, key, shape, dtype, tuple(parts)))
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if dtype.is_complex:
+            offsets, sizes = (*offsets, 0), (*sizes, 2)
+        parts.append(_Part(offsets, sizes, file, place.offset, place.length))
+    is_complex, dtype = dtype.is_complex, dtype.to_real()
+    shape = (*entry.size, 2) if is_complex else tuple(entry.size)
+    read = functools.partial(_read, key, shape, dtype, tuple(parts))
+    return SavedTensor(shape, dtype, read, is_complex=is_complex)
 
 
 def _read(

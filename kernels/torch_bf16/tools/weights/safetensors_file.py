@@ -48,9 +48,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
         entries = {name: each for name, each in header.items() if name != "__metadata__"}
         found, unknown = {}, []
         for name, each in entries.items():
-            dtype = _DTYPES.get(each["dtype"])
+            is_complex = each["dtype"] == "C64"
+            dtype = torch.float32 if is_complex else _DTYPES.get(each["dtype"])
             begin, end = each["data_offsets"]
-            shape = tuple(each["shape"])
+            shape = (*each["shape"], 2) if is_complex else tuple(each["shape"])
             if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
                 raise ValueError(f"{name} has shape {shape} and bytes {begin} to {end}")
             if dtype is None:
@@ -62,7 +63,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             if start + end - begin > size:
                 raise damaged_safetensors(path, f"{name} would end at byte {start + end - begin:,}")
             read = functools.partial(read_numbers, path, start, dtype)
-            found[name] = SavedTensor(shape, dtype, read)
+            found[name] = SavedTensor(shape, dtype, read, is_complex=is_complex)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged_safetensors(path, f"its header is not valid ({error})") from None
     return found, unknown

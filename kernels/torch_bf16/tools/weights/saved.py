@@ -18,7 +18,7 @@ __all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_number", "read_numbers
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a file.
+    """A tensor in a file; a complex one is described as ``torch.view_as_real`` shows it.
 
     Attributes:
         shape: the shape of the whole tensor.
@@ -26,17 +26,24 @@ class SavedTensor:
         read: ``read(start, stop)``: those of its elements in row-major order, flat, in memory of
             their own, on the CPU.
         tied: equal for tensors that were one when they were saved; None if that is unknown.
+        is_complex: whether it was saved as complex numbers.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
     tied: Any = None
+    is_complex: bool = False
 
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    def whole(self) -> Tensor:
+        """The tensor as it was saved, with complex numbers if it had such."""
+        tensor = self.read(0, self.numel).view(self.shape)
+        return torch.view_as_complex(tensor) if self.is_complex else tensor
 
 
 @dataclass(frozen=True)

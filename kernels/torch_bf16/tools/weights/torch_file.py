@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError, first_line
+from torch_bf16.sharding import as_real
 from torch_bf16.states.schema import HEADER, readable
 
 from .saved import OptimizerStates, Saved, SavedTensor, is_number
@@ -188,12 +189,12 @@ def _saved_tensor(tensor: Tensor) -> SavedTensor | None:
     # The numbers of another library's tensor class need not lie in one place.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
-    if tensor.is_quantized or tensor.is_complex():
+    if tensor.is_quantized:
         return None
-    tensor = tensor.detach()
+    is_complex, tensor = tensor.is_complex(), as_real(tensor.detach())
     tied = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else None
     read = functools.partial(_read, tensor)
-    return SavedTensor(tuple(tensor.shape), tensor.dtype, read, tied)
+    return SavedTensor(tuple(tensor.shape), tensor.dtype, read, tied, is_complex)
 
 
 def _read(tensor: Tensor, start: int, stop: int) -> Tensor:
