@@ -76,7 +76,8 @@ TARGETS: dict[str, str] = {
 """Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
 
 _OFF = ("0", "false", "no", "off")
-_MODE_PREFIX = "bf16-"
+# The second is misspelt, which Accelerate itself would train in fp32 without a word, too.
+_MODE_PREFIXES = ("bf16-", "bf16_")
 _only_guards = False
 
 
@@ -95,7 +96,7 @@ def autoload() -> None:
 
 def _names_a_mode() -> bool:
     launcher_mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    return launcher_mode.startswith(_MODE_PREFIX) or bool(_overriding_mode())
+    return launcher_mode.startswith(_MODE_PREFIXES) or bool(_overriding_mode())
 
 
 def _overriding_mode() -> str:
@@ -352,7 +353,7 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = str(self.mixed_precision)
         asked, instead = "", current
-        if current.lower().startswith(_MODE_PREFIX):
+        if current.lower().startswith(_MODE_PREFIXES):
             asked, instead = f"mixed_precision={current!r}", "fp32"
         elif mode := _overriding_mode():
             asked = f"BF16_MODE={mode}"

@@ -86,10 +86,10 @@ def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path
         ],
         tmp_path,
         BF16_AUTOLOAD="0",
-        ACCELERATE_MIXED_PRECISION="bf16-stochastic",
+        ACCELERATE_MIXED_PRECISION="bf16_stochastic",
     )
     assert done.returncode == 1
-    assert "RuntimeError: mixed_precision='bf16-stochastic' was asked for, but" in done.stderr
+    assert "RuntimeError: mixed_precision='bf16_stochastic' was asked for, but" in done.stderr
 
 
 # Not what old releases of Accelerate call by names that numpy has deprecated, nor what depends on
