@@ -49,7 +49,6 @@ ROOMS = {
     "matplotlib": ("torch_bf16/tools/bench/plot", "torch_bf16/tools/compare/figure"),
     "rich": ("torch_bf16/tools/output",),
     "tensorboard": ("torch_bf16/tools/compare/logs",),
-    "pyarrow": ("torch_bf16/tools/compare/logs",),
 }
 
 MAX_LINES = 400

@@ -8,7 +8,7 @@ import pytest
 from compare_cases import lightning_csv
 
 from torch_bf16.tools import cli
-from torch_bf16.tools.compare.logs import logged_in
+from torch_bf16.tools.compare.logs import _files, logged_in
 from torch_bf16.tools.compare.reading import runs_of
 
 LOSSES = [3.0, 2.5, 2.0, 1.5]
@@ -112,22 +112,18 @@ def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     assert found["rows"][1]["broken"] == {"0": 0}
     assert found["rows"][0]["ms"]["p50"] == 2000
     cli.main(["compare", str(path)])
-    assert " 2000 (2000 to 2000)" in capsys.readouterr().out
+    assert " 2,000 (2,000 to 2,000)" in capsys.readouterr().out
     status, found, _ = compare(capsys, f"{path}:fp32", f"same={path}:fp32")
     assert (status, found["rows"][1]["against"]["mean"]) == (0, 0.0)
 
 
-def test_trackios_parquet_files_are_read_by_pyarrow(tmp_path, capsys):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [
-        {"run_name": name, "step": step, "timestamp": None, "train/loss": loss}
-        for name in ("fp32", "bf16")
-        for step, loss in enumerate(LOSSES)
-    ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
-    status, found, _ = compare(capsys, "p.parquet")
-    assert (status, found["measure"]) == (0, "train/loss")
+def test_a_folder_of_event_files_is_one_run(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            (tmp_path / name / f"events.out.tfevents.{number}").touch()
+    assert _files(tmp_path / "a") == [tmp_path / "a"]
+    assert _files(tmp_path) == [tmp_path / "a", tmp_path / "b"]
 
 
 def test_event_files_are_read_by_tensorboard(tmp_path, capsys):

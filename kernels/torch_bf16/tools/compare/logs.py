@@ -20,7 +20,7 @@ __all__ = ["KINDS", "Logged", "logged_in"]
 
 KINDS = (
     "metrics.csv of Lightning's CSVLogger, trainer_state.json of transformers, TensorBoard's event "
-    "files, trackio's .db or .parquet, or a folder with one of them"
+    "files, trackio's .db, or a folder with one of them"
 )
 _EVENTS = "events.out.tfevents"
 _NUMBERED = re.compile(r"(\d+)$")
@@ -80,6 +80,9 @@ def _files(path: Path) -> list[Path]:
     patterns = ("metrics.csv", "*/metrics.csv", f"{_EVENTS}*", f"*/{_EVENTS}*", "*.db")
     kinds = [checkpoints[-1:], *(_by_number(path.glob(each)) for each in patterns)]
     files = next((each for each in kinds if each), [])
+    if files and _EVENTS in files[0].name:
+        # A run that was resumed, or evaluated at its end, has several files in its folder.
+        files = [*dict.fromkeys(each.parent for each in files)]
     if not files:
         raise ValueError(f"{path} holds no run. One is {KINDS}")
     return files
@@ -94,9 +97,9 @@ def _by_number(paths: Iterable[Path]) -> list[Path]:
 
 
 def _reader(path: Path) -> Callable[[Path], list[Logged]]:
-    if _EVENTS in path.name:
+    if path.is_dir() or _EVENTS in path.name:
         return _of_tensorboard
-    known = {".csv": _of_csv, ".json": _of_trainer, ".db": _of_trackio, ".parquet": _of_parquet}
+    known = {".csv": _of_csv, ".json": _of_trainer, ".db": _of_trackio}
     if path.suffix not in known:
         raise ValueError(f"{path} is of an unknown kind. A run is {KINDS}")
     return known[path.suffix]
@@ -176,35 +179,6 @@ def _of_trackio(path: Path) -> list[Logged]:
         entries = [(name, step, when, json.loads(text)) for name, step, when, text in rows]
     except (sqlite3.Error, ValueError) as error:
         raise ValueError(f"{path} is not a database of trackio: {error}") from None
-    return _of_entries(path, entries)
-
-
-def _of_parquet(path: Path) -> list[Logged]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ImportError(
-            f"{path} is read by pyarrow, which is not installed here: pip install pyarrow, or give "
-            "trackio's .db beside it"
-        ) from None
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from None
-    if rows and not {"run_name", "step"} <= rows[0].keys():
-        raise ValueError(
-            f"{path} is not a Parquet file of trackio: it has no 'run_name' and 'step'"
-        )
-    known = {"id", "run_id", "run_name", "step", "timestamp", "log_id", "space_id"}
-    entries = [
-        (
-            row["run_name"],
-            row["step"],
-            row.get("timestamp"),
-            {k: row[k] for k in row.keys() - known},
-        )
-        for row in rows
-    ]
     return _of_entries(path, entries)
 
 

@@ -82,7 +82,7 @@ def _split(word: str) -> tuple[str, str]:
 def _path_of(word: str) -> tuple[Path, str | None]:
     path = _split(word)[1]
     file, colon, run = path.rpartition(":")
-    if colon and file.endswith((".db", ".parquet")):
+    if colon and file.endswith(".db"):
         return Path(file), run
     return Path(path), None
 
