@@ -56,6 +56,36 @@ def raises():
     raise RuntimeError("no data today")
 
 
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("no")
+
+
+class FailingBackward(Net):
+    def forward(self, x, y):
+        return Refusing.apply(super().forward(x, y))
+
+
+def failing_backward():
+    return FailingBackward(), make()[1]
+
+
+def failing_batches():
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, place):
+            return {}["label"]
+
+    return Net(), torch.utils.data.DataLoader(Data(), batch_size=4)
+
+
 def model_alone():
     return Net()
 

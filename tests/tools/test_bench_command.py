@@ -146,7 +146,10 @@ def test_peaks_of_processes_are_shown(capsys, monkeypatch):
     out, err = capsys.readouterr()
     parameters = int(out.split("random: ")[1].split()[0].replace(",", ""))
     assert table_line(out, BASELINE).endswith(f" {30_000 / parameters:.2f}")
-    assert "peak memory measured in a process of its own" in err
+    assert "peak memory in a process of its own" in err
+    monkeypatch.setattr(command, "peak_bytes", lambda *_: None)
+    assert cli.main([*TINY, "--recipes", "bf16-fp32-master"]) == 0
+    assert f"{BASELINE}: peak memory could not be measured" in capsys.readouterr().err
 
 
 def test_a_record_can_be_shown_and_drawn_without_measuring(capsys, tmp_path, monkeypatch):
@@ -163,14 +166,45 @@ def test_a_record_can_be_shown_and_drawn_without_measuring(capsys, tmp_path, mon
     assert picture.read_bytes() == drawn
 
 
-def test_without_matplotlib_the_figures_are_kept(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "can_plot", lambda: False)
-    file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    assert cli.main([*TINY, "--json", str(file), "--plot", str(picture)]) == 0
-    err = capsys.readouterr().err
-    assert "no plot: matplotlib is missing (pip install 'torch-bf16[plots]')" in err
-    assert file.exists()
-    assert not picture.exists()
+@pytest.mark.parametrize("command", [TINY, ["selftest"]])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(
+    command, capsys, tmp_path, monkeypatch
+):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--plot", f"{tmp_path}/figures.foo"])
+    assert "ends in none of .png, .pdf, .svg" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--plot", f"{tmp_path}/figures.png"])
+    assert "a picture needs matplotlib: pip install 'torch-bf16[plots]'" in capsys.readouterr().err
+
+
+def test_a_baseline_that_needs_another_device_is_refused_before_measuring(capsys, monkeypatch):
+    monkeypatch.setattr(command, "measure", None)
+    assert cli.main([*TINY, "--baseline", "flashoptim 24-bit"]) == 2
+    assert "the baseline 'flashoptim 24-bit' needs CUDA: choose another" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_peaks_are_measured_keeps_all_rounds(capsys, tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "peak_bytes", interrupted)
+    file = tmp_path / "figures.json"
+    assert cli.main([*TINY, "--json", str(file)]) == 130
+    assert BASELINE in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["interrupted"]
+    assert len(found["results"][0]["rounds_ms"]) == found["rounds"]
+
+
+def test_one_of_ours_that_fails_is_told_by_the_exit_status(capsys, monkeypatch):
+    def failing(self, *arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("torch_bf16.AdamW.step", failing)
+    assert cli.main([*TINY, "--recipes", "bf16-stochastic"]) == 1
+    assert "failed: bf16-stochastic: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
 def test_a_models_own_shapes_cannot_be_resized(capsys):

@@ -5,6 +5,7 @@ import torch
 from bench_cases import PARAMETERS, SHAPES, entry
 
 from torch_bf16 import RECIPES
+from torch_bf16.tools.bench import memory
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.memory import (
     available_bytes,
@@ -102,6 +103,19 @@ def test_scratch_is_counted_for_the_largest_tensor():
 
 
 def test_free_memory_is_known_here():
+    assert available_bytes(CPU) > 2**20
+
+
+def test_what_a_container_has_cached_of_files_can_be_used(monkeypatch, tmp_path):
+    for name, text in (
+        ("max", "1000"),
+        ("current", "900"),
+        ("stat", "file 700\ninactive_file 600"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert available_bytes(CPU) == 700
+    (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes(CPU) > 2**20
 
 

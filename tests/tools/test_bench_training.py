@@ -50,10 +50,31 @@ def test_the_table_and_the_record_have_every_precision_and_every_phase(
     assert capsys.readouterr().out in out
 
 
+def test_ctrl_c_keeps_the_rounds_that_were_complete(capsys, tmp_path, monkeypatch):
+    taken = []
+    step = training._Training.step
+
+    def interrupted(self, clock, timed):
+        # An untimed round and a timed one of two rows, and one step of the next.
+        if len(taken) == 5:
+            raise KeyboardInterrupt
+        taken.append(self)
+        step(self, clock, timed)
+
+    monkeypatch.setattr(command, "every_row", lambda names: training.every_row(names)[:2])
+    monkeypatch.setattr(training._Training, "step", interrupted)
+    file = tmp_path / "training.json"
+    assert cli.main([*TINY, "--rounds", "3", "--json", str(file)]) == 130
+    assert BASELINE in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert (found["interrupted"], found["rounds"]) == (True, 1)
+    assert [len(each["rounds_ms"]) for each in found["results"]] == [1, 1]
+
+
 def test_rows_compute_in_what_they_are_called():
     rows = training.every_row(["bf16-stochastic"])
     assert [row.recipe and row.recipe.compute for row in rows] == [None, None, "autocast", "fp32"]
-    fp32, mixed, ours, ours_in_fp32 = training.time_rows(rows, 1, 8, CPU, 1)
+    (fp32, mixed, ours, ours_in_fp32), _ = training.time_rows(rows, 1, 8, CPU, 1)
     # The weights of a step are rounded in ours; the arithmetic of the last is that of the first.
     distances = [abs(each.loss - fp32.loss) for each in (mixed, ours, ours_in_fp32)]
     assert max(distances) < 0.05
@@ -75,7 +96,7 @@ def test_the_peak_of_a_step_is_counted_where_the_allocator_knows_it(monkeypatch)
 
     monkeypatch.setattr(training, "clock_for", Counting)
     rows = training.every_row(["bf16-stochastic"])[:2]
-    assert [each.peak for each in training.time_rows(rows, 1, 8, CPU, 1)] == [5000, 5000]
+    assert [each.peak for each in training.time_rows(rows, 1, 8, CPU, 1)[0]] == [5000, 5000]
     assert asked == ["start"] * 2
 
 

@@ -71,8 +71,9 @@ def test_a_record_is_drawn_again_without_training(tmp_path, capsys, monkeypatch)
     first = capsys.readouterr().out
     page = (tmp_path / "compare" / "compare.html").read_text()
     monkeypatch.setattr(OngoingRun, "__init__", None)
-    compare("compare/compare.json", "--html", "again.html", "--png", "all.png", "--pdf", "all.pdf")
+    compare("compare/compare.json", "--html", "again.html", "--plot", "all.png")
     assert capsys.readouterr().out == first
+    compare("compare/compare.json", "--plot", "all.pdf")
     assert (tmp_path / "again.html").read_text() == page
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "all.pdf").read_bytes().startswith(b"%PDF")
@@ -215,7 +216,7 @@ def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "0"], ["--seeds", "x"], ["--lr", "-1"], ["--png", "/no/x.png"]]
+    "arguments", [["--steps", "0"], ["--seeds", "x"], ["--lr", "-1"], ["--plot", "/no/x.png"]]
 )
 def test_arguments_of_another_type_are_refused_at_once(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -225,15 +226,37 @@ def test_arguments_of_another_type_are_refused_at_once(arguments, capsys):
 
 def test_without_matplotlib_a_picture_is_refused_before_training(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert compare("mine_to_compare:make", "--png", "x.png") == 2
+    with pytest.raises(SystemExit, match="2"):
+        compare("mine_to_compare:make", "--plot", "x.png")
     assert "pip install 'torch-bf16[plots]'" in capsys.readouterr().err
+
+
+def test_a_record_of_another_comparison_is_not_replaced(tmp_path, capsys):
+    compare("mine_to_compare:make", *QUICK)
+    before = (tmp_path / "compare" / "compare.json").read_bytes()
+    assert compare("mine_to_compare:diverging", *QUICK) == 2
+    said = capsys.readouterr().err
+    assert "compares mine_to_compare:make, and would be replaced by a comparison of" in said
+    assert (tmp_path / "compare" / "compare.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("backward", "FailingBackward failed in backward(): RuntimeError: no"),
+        ("batches", "failing_batches: no next batch: KeyError: 'label'"),
+    ],
+)
+def test_a_training_that_fails_is_not_taken_for_one_that_loses(fault, said, capsys):
+    assert compare(f"mine_to_compare:failing_{fault}", *QUICK) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed():
     program = """
         import sys
         from torch_bf16.tools.compare import command
-        names = ("matplotlib", "rich", "tensorboard", "pyarrow", "pandas", "numba", "triton")
+        names = ("matplotlib", "rich", "tensorboard", "pandas", "numba", "triton")
         print([name for name in names if name in sys.modules])
     """
     assert printed_by(program) == ["[]"]

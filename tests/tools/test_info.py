@@ -149,6 +149,21 @@ def test_a_package_that_is_not_installed_has_no_hook(capsys, monkeypatch):
     assert "the package is on the path but not installed" in met(capsys)
 
 
+def test_a_record_to_send_does_not_name_the_user(capsys, monkeypatch):
+    for name in ("NUMBA_CACHE_DIR", "TORCH_BF16_CACHE"):
+        monkeypatch.setenv(name, f"{Path.home()}/cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{Path.home()}/.cache")
+    found = info(capsys)
+    assert found["variables"]["NUMBA_CACHE_DIR"] == "~/cache"
+    assert f"{Path.home()}/" not in json.dumps(found)
+
+
+def test_every_name_of_lightning_has_an_oldest_version(capsys):
+    oldest = {each["name"]: each["oldest"] for each in info(capsys)["hosts"]}
+    assert oldest["lightning"] == oldest["pytorch-lightning"] == oldest["lightning-fabric"]
+    assert oldest["lightning"] is not None
+
+
 def test_without_metadata_nothing_is_said_of_the_oldest(monkeypatch):
     def none(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -55,6 +55,25 @@ def test_bytes_are_those_of_estimate(capsys, here):
         assert rows[name] == total
 
 
+def test_a_script_may_prepare_its_optimizer_after_some_steps(capsys, here):
+    (here / "late.py").write_text(
+        "import torch, torch_bf16\n"
+        "model = torch.nn.Linear(32, 32)\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
+        "for step in range(40):\n"
+        "    if step == 12:\n"
+        "        torch_bf16.prepare(model, optimizer, 'bf16-fp32-master')\n"
+        "    with torch.autocast('cpu', torch.bfloat16):\n"
+        "        loss = (model(torch.randn(8, 32)) - 1).float().square().mean()\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    status, found, err = recommend(capsys, "late.py", "-n", "20")
+    assert status == 0, err
+    assert found["looks"] == 10
+
+
 @pytest.mark.parametrize("name", ["plain", "keywords", "arguments"])
 def test_batches_are_given_as_the_model_takes_them(name, capsys, here):
     status, found, _ = recommend(capsys, f"mine_to_train:{name}", "--lr", "1e-3", "-n", "4")

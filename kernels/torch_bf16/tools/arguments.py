@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 from collections.abc import Iterable
@@ -18,9 +19,12 @@ __all__ = [
     "device_argument",
     "file_to_write",
     "keep_inputs",
+    "picture_to_write",
     "positive_number",
     "refuse",
 ]
+
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +81,19 @@ def file_to_write(text: str) -> Path:
     else:
         return path
     raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
+
+
+def picture_to_write(text: str) -> Path:
+    """The type of an argument that names a picture to draw, which needs matplotlib."""
+    path = file_to_write(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "a picture needs matplotlib: pip install 'torch-bf16[plots]'. --json FILE keeps all "
+            "figures, to be drawn from elsewhere"
+        )
+    return path
 
 
 def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:

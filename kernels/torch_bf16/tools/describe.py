@@ -182,6 +182,7 @@ def _held(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> dict[str, f
 
 def _count(n: int) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
+        # What would be rounded to 1000.0 of the smaller unit is 1.0 of this one.
+        if n >= 0.99995 * size:
             return f"{n / size:.1f} {unit}"
     return str(n)

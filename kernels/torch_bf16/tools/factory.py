@@ -21,6 +21,7 @@ from torch_bf16.errors import described
 __all__ = [
     "CONTRACT",
     "Training",
+    "backward",
     "class_and_options",
     "import_name",
     "is_factory",
@@ -55,17 +56,25 @@ class Training:
         """Yield one batch after the other, starting over after the last one.
 
         Raises:
-            ValueError: there are no batches, or they were an iterator, which has ended.
+            ValueError: there are no batches, they were an iterator, which has ended, or the next
+                one could not be made.
         """
         taken = 0
         while True:
             before = taken
-            for batch in self.batches:
+            for batch in self._pass():
                 taken += 1
                 yield batch
             if taken == before:
                 end = f"ended after {taken} batches: return a list or a DataLoader, not an iterator"
                 raise ValueError(f"{self.source}: the batches {end if taken else 'are empty'}")
+
+    def _pass(self) -> Iterator[Any]:
+        try:
+            yield from self.batches
+        # A user's code may raise anything.
+        except Exception as error:
+            raise ValueError(f"{self.source}: no next batch: {described(error)}") from error
 
 
 def is_factory(text: str) -> bool:
@@ -187,6 +196,21 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
             "that number as its loss"
         )
     return loss.float().reshape(())
+
+
+def backward(model: nn.Module, loss: Tensor) -> None:
+    """Compute the gradients of a loss.
+
+    Raises:
+        ValueError: the model's backward pass fails.
+    """
+    try:
+        loss.backward()
+    # A user's code may raise anything.
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} failed in backward(): {described(error)}"
+        ) from error
 
 
 def _import(module: str) -> Any:

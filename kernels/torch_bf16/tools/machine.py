@@ -24,6 +24,7 @@ __all__ = [
     "variables",
     "versions",
     "versions_line",
+    "without_home",
 ]
 
 _PACKAGES = ("torch-bf16", "torch", "numpy", "numba", "triton", "lightning", "accelerate")
@@ -126,10 +127,17 @@ def versions_line(found: Mapping[str, str | None]) -> str:
 def variables() -> dict[str, str]:
     """The environment variables that are set and affect this package."""
     return {
-        name: value
+        name: without_home(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(_PREFIXES) or name in _VARIABLES
     }
+
+
+def without_home(text: str) -> str:
+    """A text that may be shown to others: the user's home folder, if it names it, is ``~``."""
+    with suppress(RuntimeError):
+        return text.replace(str(Path.home()), "~")
+    return text
 
 
 def device_state(device: torch.device) -> dict[str, Any]:

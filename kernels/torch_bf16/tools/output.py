@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -14,6 +15,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
+from torch_bf16.checkpoints.atomic_write import replacing
 from torch_bf16.errors import BackendUnavailableError, CheckpointError
 
 __all__ = [
@@ -30,6 +34,7 @@ __all__ = [
     "say",
     "share",
     "write_json",
+    "write_text",
 ]
 
 STANDARD_OUTPUT = "-"
@@ -38,20 +43,39 @@ STANDARD_OUTPUT = "-"
 _FAILED = 2
 INTERRUPTED = 130
 """The exit status of a command that Ctrl-C has ended."""
+_BROKEN_PIPE = 141
 
 _USER_ERRORS = (
     *(BackendUnavailableError, CheckpointError, NotImplementedError, ValueError),
-    *(ImportError, OSError, MemoryError),
+    *(ImportError, OSError, MemoryError, torch.OutOfMemoryError),
 )
 
 
 def write_json(found: Mapping[str, Any], target: Path | str) -> None:
-    """Write a command's results to a file or standard output."""
-    text = json.dumps(found, indent=2)
+    """Write a command's results to a file or standard output; null stands for NaN and infinity."""
+    text = json.dumps(_finite(found), indent=2, allow_nan=False)
     if target == STANDARD_OUTPUT:
         print(text)
     else:
-        Path(target).write_text(text + "\n")
+        write_text(Path(target), text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that takes the place of an older one only once it is complete."""
+    if path.exists() and not path.is_file():
+        # A device or a pipe stays what it is.
+        path.write_text(text, encoding="utf-8")
+        return
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def publish(
@@ -83,6 +107,8 @@ def command_line(arguments: Sequence[str]) -> str:
 def exit_status(command: str, run: Callable[[], int]) -> int:
     """The exit status of a command: 2 after an error meant for its user, 130 after Ctrl-C.
 
+    It is 141 if what reads its output went away before it was done, as with ``| head``.
+
     Args:
         command: its name.
         run: does its work. Errors that its input or the machine can cause are printed for the user;
@@ -92,6 +118,7 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         # As with `>&-`. Without a stream, print() would send messages to standard output.
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
+    status = _BROKEN_PIPE
     try:
         status = run()
         # Here, where an error can still be told, and not at exit.
@@ -100,7 +127,7 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         say(f"python -m torch_bf16 {command}: interrupted")
         status = INTERRUPTED
     except BrokenPipeError:
-        status = 0  # as with `| head`
+        pass  # as with `| head`
     except _USER_ERRORS as error:
         say(f"python -m torch_bf16 {command}: {error}")
         status = _FAILED
@@ -123,8 +150,14 @@ def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
     if not stream.isatty():
         yield lambda line: None
         return
+
+    def show_line(line: str) -> None:
+        # A line that wraps is not wiped by the next one.
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{line[:width]}", end="", file=stream, flush=True)
+
     try:
-        yield lambda line: print(f"\r\x1b[K{line[:78]}", end="", file=stream, flush=True)
+        yield show_line
     finally:
         print("\r\x1b[K", end="", file=stream, flush=True)
 
@@ -133,7 +166,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Print a table: drawn by rich on a terminal that it fits on, if installed, else as text."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     # With its frame; of a wider table rich would cut off parts of names and numbers.
-    fits = sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns
+    room = shutil.get_terminal_size().columns
+    fits = sum(widths) + 3 * len(widths) + 1 <= room
     if sys.stdout.isatty() and fits and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.markup import escape
@@ -142,7 +176,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table = Table(*columns, title=escape(title), title_justify="left")
         for row in rows:
             table.add_row(*map(escape, row))
-        Console().print(table)
+        # What rich itself takes for the width of a terminal that it does not know is 80.
+        Console(width=room).print(table)
         return
     print(f"\n{title}")
     for row in (columns, *rows):
@@ -159,14 +194,26 @@ def print_sentences(sentences: Iterable[str], notes: Iterable[str] = ()) -> None
         print(f"  note: {note}")
 
 
-def number(value: float, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits, never with an exponent."""
-    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, digits - before)}f}"
+def number(value: float | None, digits: int = 3) -> str:
+    """Format a number with at least ``digits`` significant digits; None as ``-``.
+
+    Example:
+        >>> number(1234.5), number(0.00123), number(1.23e-7)
+        ('1,234', '0.00123', '1.23e-07')
+    """
+    if value is None:
+        return "-"
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits - 1}e}")
+    exponent = math.floor(math.log10(abs(rounded)))
+    if exponent < -4:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def share(value: float | None) -> str:
-    """Format a share as a percentage, with one more digit below 10 %; None as ``-``."""
+    """Format a share as a percentage, with two significant digits below 10 %; None as ``-``."""
     if value is None:
         return "-"
-    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    return f"{number(100 * value, 2)}%" if 0 < value < 0.1 else f"{value:.0%}"

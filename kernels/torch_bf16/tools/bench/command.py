@@ -18,7 +18,7 @@ from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
     device_argument,
-    file_to_write,
+    picture_to_write,
     refuse,
 )
 from torch_bf16.tools.machine import device_state, versions_line
@@ -28,7 +28,7 @@ from .entries import OURS, Entry, ours
 from .memory import peak_bytes
 from .models import MODELS, Shapes, random_shapes
 from .peers import BASELINE, PEERS
-from .plot import can_plot, plot
+from .plot import plot
 from .record import record
 from .report import table
 from .rounds import Measured, measure
@@ -56,6 +56,7 @@ _OF_TRAINING = ("layers", "tokens")
 _OF_STEPS = ("model", "parameters", "tensors", "against", "baseline", "backend", "ways", "rules")
 _OF_CHOICE = ("recipes", "against", "baseline", "ways")
 _OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes", "training")
+_NO_PLOT = "there is no plot of whole training steps"
 # How many of a hundred entries are measured at a time, so that noise affects them alike.
 _TOGETHER = 8
 
@@ -96,6 +97,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ways",
         type=_names(WAYS, "way"),
+        nargs="+",
         metavar="NAME",
         help=f"more rows for ours and the baseline: {','.join(WAYS)} (default: none)",
     )
@@ -122,7 +124,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.add_argument(
-        "--plot", type=file_to_write, metavar="FILE", help="draw the times to FILE, as PNG"
+        "--plot", type=picture_to_write, metavar="FILE", help="draw the times to FILE"
     )
     parser.add_argument(
         "--from",
@@ -142,16 +144,13 @@ def bench(options: argparse.Namespace) -> int:
     """Measure, print, write.
 
     Returns:
-        The exit status: 130 if Ctrl-C ended the rounds early.
+        The exit status: 130 if Ctrl-C ended it early, 1 if one of ours could not be timed.
 
     Raises:
         BackendUnavailableError, MemoryError, ValueError: an option would have no effect, or what it
             asks for cannot be timed here.
     """
     _settle(options)
-    if options.plot and not can_plot():
-        later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
-        say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
     if (found := options.record) is None:
         found = (_measure_training if options.training else _measure_steps)(options)
     training = found.get("kind") == "training"
@@ -162,18 +161,23 @@ def bench(options: argparse.Namespace) -> int:
         print(_table(found))
 
     publish(found, options.json, show)
-    if options.plot and training:
-        say("no plot: whole training steps have none; --json FILE keeps the figures")
-    elif options.plot and can_plot():
+    if options.plot:
         plot([found], options.plot)
-    return INTERRUPTED if found.get("interrupted") and options.record is None else 0
+    if options.record is not None:
+        return 0
+    if found.get("interrupted"):
+        return INTERRUPTED
+    return 1 if {*found.get("failed", ())} & {*found.get("ours", ())} else 0
 
 
 def _settle(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored, and set the defaults of those that were left out."""
     if options.record is not None:
         refuse(options, (*_OF_RUNS, "time_limit"), "--from measures nothing")
+        if options.record.get("kind") == "training":
+            refuse(options, ("plot",), _NO_PLOT)
     elif options.training:
+        refuse(options, ("plot",), _NO_PLOT)
         refuse(options, _OF_STEPS, "--training times whole steps of one model")
     else:
         refuse(options, _OF_TRAINING, "the model of --training is not timed")
@@ -196,6 +200,10 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         for each in entries
         if each.only_on not in (None, device.type)
     }
+    if baseline in failures:
+        raise ValueError(
+            f"the baseline {baseline!r} {failures[baseline]}: choose another --baseline"
+        )
     entries = [each for each in entries if each.name not in failures]
     torch.set_num_threads(options.threads)
     choose(device, options.backend)
@@ -217,6 +225,7 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         "backend": choose(device, options.backend).name,
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
+        "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
     }
     # With a hundred entries, the bytes that they hold say enough.
     no_peaks = options.rules or measured.interrupted or device.type != "cpu"
@@ -229,17 +238,21 @@ def _measure_training(options: argparse.Namespace) -> dict[str, Any]:
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
     shape = options.layers, options.tokens
-    timed = time_rows(rows, *shape, device, options.rounds, say)
-    peaks = {
-        each.name: peak_of(each, *shape, options.threads, options.time_limit)
-        for each in (rows if cpu else [])
-    }
+    timed, interrupted = time_rows(rows, *shape, device, options.rounds, say)
+    peaks: dict[str, int | None] = {}
+    if cpu and not interrupted:
+        try:
+            for each in rows:
+                peaks[each.name] = peak_of(each, *shape, options.threads, options.time_limit)
+        except KeyboardInterrupt:
+            interrupted = True
     setting = {
         "command": command_line(options.arguments),
         "layers": options.layers,
         "tokens": options.tokens,
         "threads": options.threads,
-        "rounds": options.rounds,
+        "rounds": len(timed[0].totals),
+        "interrupted": interrupted,
     }
     ratio = bf16_product_ratio() if cpu else None
     return training_record(timed, setting, device, peaks, ratio)
@@ -261,7 +274,7 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     missing |= {each.name: each.needs[1] for each in found if each.needs and not each.installed}
     found = [each for each in found if each.installed]
     baseline = known[options.baseline]
-    more = in_ways((baseline, *recipes), options.ways)
+    more = in_ways((baseline, *recipes), [name for names in options.ways for name in names])
     # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
     return list(chosen.values()), missing, options.baseline
@@ -273,8 +286,14 @@ def _peaks(
     """Peak bytes by entry, each in a process of its own, now that this one holds no tensors."""
     peaks = {}
     for each in (result.entry for result in measured.results):
-        peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
-        say(f"{each.name}: peak memory measured in a process of its own")
+        say(f"{each.name}: measuring peak memory in a process of its own")
+        try:
+            peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
+        except KeyboardInterrupt:
+            measured.interrupted = True
+            break
+        if peaks[each.name] is None:
+            say(f"{each.name}: peak memory could not be measured")
     return peaks
 
 

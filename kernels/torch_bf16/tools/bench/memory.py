@@ -32,6 +32,8 @@ __all__ = [
     "peak_growth",
 ]
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of weights, gradients and states, as allocated on the device; shared bytes once."""
@@ -130,11 +132,13 @@ def available_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     found = _field("/proc/meminfo", "MemAvailable")
     with suppress(OSError, ValueError):
-        limit, used = (
-            int(Path("/sys/fs/cgroup", name).read_text())
-            for name in ("memory.max", "memory.current")
+        limit, used, stat = (
+            (_CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
         )
-        found = limit - used if found is None else min(found, limit - used)
+        # What is cached of files counts as used, and is given up when memory is wanted.
+        cached = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
+        room = int(limit) - int(used) + (int(cached[1]) if cached else 0)
+        found = room if found is None else min(found, room)
     return found
 
 

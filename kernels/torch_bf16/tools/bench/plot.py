@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["can_plot", "plot"]
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+__all__ = ["plot"]
 
 
 def plot(records: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw records, one below the other, into a file whose suffix is the format: ``.png``."""
+    """Draw records, one below the other, into a file whose suffix is the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

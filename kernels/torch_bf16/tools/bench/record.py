@@ -35,7 +35,7 @@ def record(
 
     Args:
         measured: the run.
-        setting: the command, and the names of model, backend, baseline and rules; the rounds.
+        setting: the command, and the names of model, backend, baseline, rules and ours; the rounds.
         shapes: the shapes of the parameters.
         device: the device that it ran on.
         before: the device's state before the run.
@@ -49,7 +49,6 @@ def record(
         _row(each, parameters, copy["median"], (peaks or {}).get(each.entry.name), base)
         for each in measured.results
     ]
-    entries = [each.entry for each in measured.results]
     return {
         "schema": 1,
         "date": date(),
@@ -58,7 +57,6 @@ def record(
         "tensors": len(shapes),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
-        "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
         "device_state": {"before": before, "after": device_state(device)},
         "hardware": hardware(device),
         "versions": versions([peer.pip for peer in PEERS.values()]),

@@ -251,9 +251,11 @@ def _rounds(
     try:
         with quiet():
             for number in range(-_UNTIMED_ROUNDS, rounds):
+                if not running:
+                    break
                 copy.run(clock, number >= 0)
                 # Another entry goes first in every round, when caches are full of the copy.
-                first = number % max(len(running), 1)
+                first = number % len(running)
                 for each in running[first:] + running[:first]:
                     try:
                         each.run(clock, number >= 0)

@@ -119,6 +119,10 @@ class Timed:
         """Seconds of whole steps, ``[rounds]``."""
         return np.sum([self.seconds[each] for each in PHASES], axis=0)
 
+    def keep(self, rounds: int) -> None:
+        """Leave out what came after so many rounds."""
+        self.seconds = {name: each[:rounds] for name, each in self.seconds.items()}
+
 
 def time_rows(
     rows: Sequence[Row],
@@ -127,8 +131,10 @@ def time_rows(
     device: torch.device,
     rounds: int,
     progress: Callable[[str], None] = lambda line: None,
-) -> list[Timed]:
+) -> tuple[list[Timed], bool]:
     """Take steps of each row, one after the other within every round.
+
+    Ctrl-C ends the run after the last complete round.
 
     Args:
         rows: the baseline first; each holds a model of its own.
@@ -137,8 +143,14 @@ def time_rows(
         device: the device to train on.
         rounds: how many rounds are timed.
         progress: called with lines of text about the progress.
+
+    Returns:
+        What was measured of each row, and whether Ctrl-C ended the run.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came before the first round was complete.
     """
-    clock = clock_for(device)
+    clock, complete = clock_for(device), 0
     training = []
     for row in rows:
         training.append(_Training(row, layers, tokens, clock))
@@ -149,10 +161,16 @@ def time_rows(
             first = number % len(training)
             for each in training[first:] + training[:first]:
                 each.step(clock, number >= 0)
+            complete += number >= 0
             progress(f"round {number + 1} of {rounds}")
+    except KeyboardInterrupt:
+        if not complete:
+            raise
+        for each in training:
+            each.timed.keep(complete)
     finally:
         gc.enable()
-    return [each.timed for each in training]
+    return [each.timed for each in training], complete < rounds
 
 
 def peak_of(row: Row, layers: int, tokens: int, threads: int, seconds: float = 600) -> int | None:

@@ -16,15 +16,16 @@ from torch_bf16.tools.arguments import (
     count,
     file_to_write,
     keep_inputs,
+    picture_to_write,
     positive_number,
     refuse,
 )
 from torch_bf16.tools.factory import CONTRACT, is_factory
 from torch_bf16.tools.machine import hardware, versions
-from torch_bf16.tools.output import command_line, date, publish, say, write_json
+from torch_bf16.tools.output import command_line, date, publish, say, write_json, write_text
 
 from .analysis import analyse
-from .figure import draw, require_matplotlib
+from .figure import draw
 from .logs import KINDS
 from .page import page
 from .reading import runs_of
@@ -105,10 +106,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=file_to_write, metavar="FILE", help="write the page to FILE instead"
     )
-    for kind in ("png", "pdf"):
-        parser.add_argument(
-            f"--{kind}", type=file_to_write, metavar="FILE", help="draw the charts with matplotlib"
-        )
+    parser.add_argument(
+        "--plot", type=picture_to_write, metavar="FILE", help="draw the charts to FILE"
+    )
     add_json_argument(parser)
 
 
@@ -122,10 +122,8 @@ def compare(options: argparse.Namespace) -> int:
         ValueError, OSError, ImportError: an argument cannot be used; the message says why.
     """
     files = [*options.what, *(each.partition("=")[2] for each in options.what), options.text]
-    for output in (options.html, options.png, options.pdf, options.json):
+    for output in (options.html, options.plot, options.json):
         keep_inputs(output, *files)
-    if options.png or options.pdf:
-        require_matplotlib()
     record = _record_path(options.what)
     if record is not None:
         names = (*_ONLY_TRAINED, "reference", "metric")
@@ -137,7 +135,9 @@ def compare(options: argparse.Namespace) -> int:
         refuse(options, _ONLY_TRAINED, "runs that exist are read and nothing is trained")
         rows, metric = runs_of(options.what, options.metric)
         reference = _reference(options.reference, [*rows])
-        found = _analyse(rows, reference, {"what": "runs that exist", "measure": metric})
+        about = {"what": "runs that exist", "measure": metric}
+        _keep_other_record(options.out, about["what"])
+        found = _analyse(rows, reference, about)
         found["environment"] = {}
     if record is None:
         found["command"] = command_line(options.arguments)
@@ -174,11 +174,13 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
             f"{factory}() returns an optimizer of its own, so --lr and --optimizer would have no "
             "effect: leave them out, or return (model, batches)"
         )
+    about = {"what": plan.subject.name, "measure": "training loss"}
+    if not options.fresh:
+        _keep_other_record(options.out, about["what"])
     store = Store(options.out, plan)
     if options.fresh:
         store.clear()
     runs = train_all(plan, rows, options.seeds or _SEEDS, store)
-    about = {"what": plan.subject.name, "measure": "training loss"}
     found = _analyse(runs, reference, about)
     for row, result in zip(rows, found["rows"], strict=True):
         result["described"] = row.description
@@ -242,13 +244,22 @@ def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) ->
         write_json(found, options.out / _RECORD)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page(found), encoding="utf-8")
-    for file in (options.png, options.pdf):
-        if file is not None:
-            draw(found, file)
+        write_text(target, page(found))
+    if options.plot is not None:
+        draw(found, options.plot)
     publish(found, options.json, show)
     if target is not None:
         say(f"page: {target.resolve()}")
+
+
+def _keep_other_record(folder: Path, what: str) -> None:
+    """Refuse to replace the record of another comparison."""
+    path = folder / _RECORD
+    if path.is_file() and (before := _load(path)["what"]) != what:
+        raise ValueError(
+            f"{path} compares {before}, and would be replaced by a comparison of {what}: give "
+            "another --out FOLDER"
+        )
 
 
 def _record_path(words: Sequence[str]) -> Path | None:
@@ -267,6 +278,8 @@ def _load(path: Path) -> dict[str, Any]:
         if (found["kind"], found["schema"]) != ("compare", 1):
             raise ValueError("it is of another kind or version")
         page(found)
+        if not isinstance(found["healthy"], bool):
+            raise ValueError("it has no verdict")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a record of this version of compare: {described(error)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,7 @@ from .charts import scale_of_differences, unit_of
 from .page import differences_of, is_calm, layers_of
 from .style import KEPT, LOST, QUIET, ROLES, inks
 
-__all__ = ["draw", "require_matplotlib"]
-
-
-def require_matplotlib() -> None:
-    """Check for matplotlib before minutes of training, not after.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            "--png and --pdf need matplotlib: pip install 'torch-bf16[plots]'. The page needs "
-            "nothing: compare.html prints well"
-        )
+__all__ = ["draw"]
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:

@@ -55,7 +55,8 @@ def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
 
 def difference(value: float | None) -> str:
     """Format a difference with its sign."""
-    return "-" if value is None else f"{value:+.4f}"
+    # Plus 0.0: a negative number that is rounded to nothing has no sign.
+    return "-" if value is None else f"{round(value, 4) + 0.0:+.4f}"
 
 
 def _kept_cell(row: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,8 +11,10 @@ from typing import Any
 
 import torch
 
+from torch_bf16.checkpoints.atomic_write import replacing
 from torch_bf16.errors import described
 from torch_bf16.tools.machine import versions
+from torch_bf16.tools.output import write_text
 
 from .rows import Row
 from .training import OngoingRun, Plan, Run
@@ -21,7 +22,7 @@ from .training import OngoingRun, Plan, Run
 __all__ = ["Store"]
 
 
-_OURS = re.compile(r"-seed\d+\.(json|pt|new)$")
+_OURS = re.compile(r"-seed\d+\.(json|pt)(\.partial)?$")
 
 
 class Store:
@@ -64,7 +65,7 @@ class Store:
     def save(self, row: Row, run: Run) -> None:
         """Save a finished run, and delete the state of its interruption."""
         content = {"of": self._origin(row), "run": asdict(run)}
-        self._write(self._path(row, run.seed, ".json"), json.dumps(content).encode())
+        write_text(self._path(row, run.seed, ".json"), json.dumps(content))
         self._path(row, run.seed, ".pt").unlink(missing_ok=True)
 
     def load_interrupted(self, row: Row, seed: int) -> dict[str, Any] | None:
@@ -92,10 +93,8 @@ class Store:
         """Save the state of an unfinished run; False if its optimizer's state cannot be trusted."""
         if not training.resumable:
             return False
-        path = self._path(row, training.run.seed, ".pt")
-        new = path.with_suffix(".new")
-        torch.save({"of": self._origin(row), "state": training.state()}, new)
-        os.replace(new, path)
+        with replacing(self._path(row, training.run.seed, ".pt")) as new:
+            torch.save({"of": self._origin(row), "state": training.state()}, new)
         return True
 
     def _path(self, row: Row, seed: int, ending: str) -> Path:
@@ -126,11 +125,6 @@ class Store:
                 f"{path} was made with {', '.join(differences)}. Ask for the same, or give another "
                 "--out, or --fresh to begin again"
             )
-
-    def _write(self, path: Path, content: bytes) -> None:
-        new = path.with_suffix(".new")
-        new.write_bytes(content)
-        os.replace(new, path)
 
     def clear(self) -> None:
         """Delete all runs; other files in the folder stay."""

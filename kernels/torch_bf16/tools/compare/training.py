@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from torch_bf16.errors import described
 from torch_bf16.tools.bench.memory import held_by_role
-from torch_bf16.tools.factory import loss_of
+from torch_bf16.tools.factory import backward, loss_of
 
 from .rows import Choice, Row, set_rate
 from .schedule import learning_rate_factor
@@ -171,7 +171,7 @@ class OngoingRun:
                 plan.device.type, torch.bfloat16, enabled=self._trained.row.autocast
             ):
                 loss = loss_of(model, batch)
-            loss.backward()
+            backward(model, loss)
             value = loss.item()
             if not math.isfinite(value):
                 # Later losses would not be finite either.

@@ -17,7 +17,7 @@ from torch_bf16.foreign.optimizer import BUCKET_BYTES
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.arguments import add_json_argument
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
-from torch_bf16.tools.machine import machine, machine_lines, variables
+from torch_bf16.tools.machine import machine, machine_lines, variables, without_home
 from torch_bf16.tools.output import publish
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
@@ -81,7 +81,7 @@ def record() -> dict[str, Any]:
         "optimizers": sorted(OPTIMIZERS),
         "backends": {str(device): _backends(device) for device in devices()},
         "proofs": {
-            "folder": None if place is None else str(place),
+            "folder": None if place is None else without_home(str(place)),
             "kept": len(kept),
             "failed": [[*key[:2], fault] for key, fault in kept if fault is not None],
         },

@@ -135,6 +135,9 @@ class Observer:
         if not looking:
             return
         if isinstance(optimizer, BF16Optimizer):
+            if number not in self._watching:
+                # A script may convert its optimizer after its first steps.
+                self._watch(optimizer, number)
             self._watching[number].looking = True
             return
         self._before.clear()
@@ -150,7 +153,7 @@ class Observer:
         if self._depth > 0:
             return
         number = self.found.optimizers.index(optimizer)
-        if isinstance(optimizer, BF16Optimizer):
+        if number in self._watching:
             self._watching[number].looking = False
         else:
             self._compare()

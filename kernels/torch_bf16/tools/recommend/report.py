@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_bf16.tools.estimate.memory import Memory
 from torch_bf16.tools.estimate.shapes import ModelShapes
-from torch_bf16.tools.output import print_sentences, print_table
+from torch_bf16.tools.output import number, print_sentences, print_table, share
 
 from .host import Host
 from .lines import launch_line, lines
@@ -161,8 +161,8 @@ def show(content: Mapping[str, Any], most: int) -> None:
     columns = ("format", "gradients to zero", "the same, scaled", "overflows", "product off by")
     rows = [
         (
-            *(name, _share(each["gradients_to_zero"]), _share(each["scaled_to_zero"])),
-            *(", ".join(each["overflows"][:2]) or "-", _share(each["product_error"])),
+            *(name, share(each["gradients_to_zero"]), share(each["scaled_to_zero"])),
+            *(", ".join(each["overflows"][:2]) or "-", share(each["product_error"])),
         )
         for name, each in ranges_["formats"].items()
     ]
@@ -179,28 +179,16 @@ def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     verdict = "stalls" if each["lost_updates"] >= 0.5 else "loses" if each["loses"] else ""
     return (
         *(each["name"], _megabytes(each["bytes"]), _megabytes(each["peak_bytes"])),
-        *(_share(each["noise"]), _number(each["distance"]), _number(each["loses_below_lr"])),
+        *(share(each["noise"]), number(each["distance"], 2), number(each["loses_below_lr"], 2)),
         verdict,
     )
 
 
 def _layer_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     found = each["distance"]
-    cells = ("exact",) * 2 if each["exact"] else tuple(map(_number, (found.get(n) for n in _SHOWN)))
-    step, lost = _number(each["spacings_per_step"]), _share(each["lost_to_nearest"])
+    cells = ("exact",) * 2 if each["exact"] else tuple(number(found.get(n), 2) for n in _SHOWN)
+    step, lost = number(each["spacings_per_step"], 2), share(each["lost_to_nearest"])
     return (each["name"], f"{each['elements']:,}", step, lost, *cells)
-
-
-def _share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if 0 < value < 1e-3:
-        return f"{value:.2g}"
-    return f"{value:.1%}" if value else "0"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _megabytes(value: int) -> str:

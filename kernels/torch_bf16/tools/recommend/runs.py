@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torch_bf16.errors import described
-from torch_bf16.tools.factory import CONTRACT, Training, is_factory, loss_of, training_of
+from torch_bf16.tools.factory import CONTRACT, Training, backward, is_factory, loss_of, training_of
 
 from .observation import Observation, Observer
 
@@ -95,7 +95,7 @@ def _of_factory(
                     f"{text}: the loss of step {step} is {value}; no format of weights can help"
                 )
             optimizer.zero_grad()
-            loss.backward()
+            backward(model, loss)
             try:
                 optimizer.step()
             # A user's optimizer may raise anything.

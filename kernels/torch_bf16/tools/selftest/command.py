@@ -12,9 +12,9 @@ import torch
 
 from torch_bf16.backends import explain
 from torch_bf16.backends.certificates import is_lost
-from torch_bf16.tools.arguments import add_json_argument, device_argument, file_to_write
+from torch_bf16.tools.arguments import add_json_argument, device_argument, picture_to_write
 from torch_bf16.tools.bench.memory import available_bytes
-from torch_bf16.tools.bench.plot import can_plot, plot
+from torch_bf16.tools.bench.plot import plot
 from torch_bf16.tools.machine import device_state, machine, variables
 from torch_bf16.tools.output import STANDARD_OUTPUT, command_line, date, publish, say
 
@@ -39,7 +39,7 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.add_argument(
-        "--plot", type=file_to_write, metavar="FILE", help="draw the times to FILE, as PNG"
+        "--plot", type=picture_to_write, metavar="FILE", help="draw the times to FILE"
     )
 
 
@@ -49,14 +49,12 @@ def selftest(options: argparse.Namespace) -> int:
     Returns:
         The exit status: 0 if everything is right, else 1.
     """
-    if options.plot and not can_plot():
-        say("no plot: matplotlib is missing (pip install 'torch-bf16[plots]')")
     with fresh_verdicts():
         found = _examine(options.device, command_line(options.arguments))
     publish(found, options.json, show)
     if options.json not in (None, STANDARD_OUTPUT):
         print(f"the record, to send with a report: {options.json}")
-    if options.plot and can_plot() and found["speed"]:
+    if options.plot and found["speed"]:
         plot(found["speed"], options.plot)
     return 0 if found["passed"] else 1
 

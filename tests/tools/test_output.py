@@ -1,0 +1,87 @@
+"""What commands print and write, and how they end."""
+
+import io
+import json
+import math
+import os
+import sys
+
+import pytest
+
+from torch_bf16.tools import output
+from torch_bf16.tools.output import exit_status, number, progress_line, share, write_json
+
+
+def test_a_record_is_json_for_every_reader(tmp_path):
+    found = {"a": [1.0, math.nan, (math.inf, 2)], "b": {"c": -math.inf, "d": "NaN", "e": None}}
+    file = tmp_path / "record.json"
+    write_json(found, file)
+    read = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert read == {"a": [1.0, None, [None, 2]], "b": {"c": None, "d": "NaN", "e": None}}
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_pipe_stays_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json({"a": 1}, pipe)
+    assert json.loads(os.read(reader, 100)) == {"a": 1}
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.0, 3, "0"),
+        (0.0004, 3, "0.000400"),
+        (0.00123, 3, "0.00123"),
+        (9.9996, 3, "10.0"),
+        (99.6, 2, "100"),
+        (1234.5, 3, "1,234"),
+        (-0.5, 2, "-0.50"),
+        (1.23e-7, 3, "1.23e-07"),
+        (math.inf, 3, "inf"),
+        (None, 3, "-"),
+    ],
+)
+def test_numbers_have_the_digits_that_count(value, digits, text):
+    assert number(value, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((None, "-"), (0.0, "0%"), (0.00019, "0.019%"), (0.05, "5.0%"), (0.0996, "10%")),
+        *((0.123, "12%"), (1.0, "100%")),
+    ],
+)
+def test_shares_have_two_digits(value, text):
+    assert share(value) == text
+
+
+def test_a_line_of_progress_is_as_wide_as_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "20")
+    with progress_line(terminal := Terminal()) as show:
+        show("x" * 100)
+    assert terminal.getvalue().count("x") == 19
+
+
+def test_a_command_whose_reader_went_away_has_not_succeeded(monkeypatch):
+    def stopped():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert exit_status("bench", stopped) == 141
+
+
+def test_a_device_that_is_full_is_said_without_a_traceback(capsys):
+    def full():
+        raise output.torch.OutOfMemoryError("CUDA out of memory")
+
+    assert exit_status("compare", full) == 2
+    assert "python -m torch_bf16 compare: CUDA out of memory" in capsys.readouterr().err
