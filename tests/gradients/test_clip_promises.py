@@ -182,3 +182,10 @@ def test_a_parameter_that_is_given_twice_counts_once():
     assert torch_bf16.total_norm([p, p]) == 2.0
     assert torch_bf16.clip_grad_norm_([p, p], 1.0) == 2.0
     assert torch.allclose(p.grad, torch.full((4,), 0.5))
+
+
+def test_a_sparse_gradient_has_no_norm_here():
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(ValueError, match=r"shape \(3, 2\) has a gradient of torch.sparse_coo"):
+        torch_bf16.total_norm([parameter])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_bf16
 from torch_bf16 import UpdateMonitor
 from torch_bf16.errors import CheckpointError
+from torch_bf16.gradients import gathering
 
 
 def network(recipe="bf16-stochastic"):
@@ -208,3 +209,52 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged"):
         torch_bf16.checkpoints.export.read_checkpoint(path)
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+@pytest.mark.parametrize("sums", ["bf16_stochastic", "fp32"])
+@pytest.mark.parametrize("released_first", [False, True])
+def test_released_steps_see_the_whole_sum_in_whichever_order_both_were_asked_for(
+    sums, released_first, thawed, monkeypatch
+):
+    # Each step is taken as soon as its gradient has arrived.
+    monkeypatch.setattr(gathering, "LIMIT", 1)
+
+    def run(release, released_first=False):
+        model = network()
+        optimizer = torch_bf16.AdamW(model.named_parameters(), lr=0.1)
+        model[0].requires_grad_(not thawed)
+        steps = [lambda: torch_bf16.accumulate_gradients(model, optimizer, sums)]
+        if release:
+            steps += [lambda: torch_bf16.release_gradients(model, optimizer, accumulation_steps=2)]
+        for each in reversed(steps) if released_first else steps:
+            each()
+        for step in range(3):
+            for number in range(2):
+                backward(model, 2 * step + number)
+            # What is thawed between two steps is released from the second one on.
+            if release and not (thawed and step == 1):
+                assert [p.grad for p in model.parameters()] == [None] * 4
+            optimizer.step()
+            optimizer.zero_grad()
+            model[0].requires_grad_(True)
+        return weights(model)
+
+    assert same(run(release=True, released_first=released_first), run(release=False))
+
+
+@pytest.mark.parametrize("function", ["accumulate_gradients", "release_gradients"])
+def test_a_handle_that_another_replaced_ends_nothing(function):
+    model = network()
+    optimizer = torch_bf16.AdamW(model.named_parameters(), lr=0.1)
+    arguments = ["fp32"] if function == "accumulate_gradients" else []
+    first, second = (getattr(torch_bf16, function)(model, optimizer, *arguments) for _ in range(2))
+    first.remove()
+    kept = optimizer._engine.accumulation if arguments else optimizer._engine.release
+    assert kept is second
+    backward(model)
+    gradients = [p.grad for p in model.parameters()]
+    if arguments:
+        assert all(each.dtype == torch.float32 for each in gradients)
+    else:
+        assert gradients == [None] * len(gradients)
