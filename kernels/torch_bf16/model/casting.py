@@ -32,6 +32,7 @@ from .carried_autocast import CarriedForward, called_through, carry_autocast, ch
 from .composite_operations import decompose_under_autocast
 from .declared_fp32 import declared_fp32
 from .foreign_averages import watch_averages
+from .gradient_hooks import NodeHooks
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
@@ -116,6 +117,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     watch_blends()
     watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
+    hooks = NodeHooks.of(changed.values())
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():
         parameter.grad = None
@@ -136,6 +138,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     model._apply(cast)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
+    for each in hooks:
+        each.pass_on()
     remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
         _compute_in_fp32(each)
