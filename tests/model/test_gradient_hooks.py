@@ -1,4 +1,4 @@
-"""Hooks on the nodes that accumulate gradients go on being called once the model is cast."""
+"""What others have put on gradients goes on working once the model is cast, or is named."""
 
 from __future__ import annotations
 
@@ -91,3 +91,18 @@ def test_a_graph_that_is_alive_is_no_hook():
     assert NodeHooks.of(model.parameters()) == []
     cast_model(model)
     assert output.grad_fn is not None
+
+
+def test_gradients_in_a_buffer_are_named():
+    model = nn.Linear(3, 4)
+    buffer = torch.zeros(16)
+    model.weight.grad, model.bias.grad = buffer[:12].view(4, 3), buffer[12:]
+    with pytest.warns(UserWarning, match="2 gradients lie in larger buffers.* before what makes"):
+        cast_model(model)
+
+
+def test_gradients_in_memory_of_their_own_are_not(recwarn):
+    model = nn.Linear(3, 4)
+    model(torch.ones(2, 3)).sum().backward()
+    cast_model(model)
+    assert not [each for each in recwarn if "buffers" in str(each.message)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
@@ -117,6 +118,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     watch_blends()
     watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
+    _warn_of_buffers([gradient for _, gradient in gradients])
     hooks = NodeHooks.of(changed.values())
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():
@@ -158,6 +160,18 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             "first step; or use an optimizer of torch_bf16",
         )
     return model
+
+
+def _warn_of_buffers(gradients: list[Tensor]) -> None:
+    """Warn if gradients lie in a buffer, as a wrapper that reduces them all at once makes it."""
+    views = sum(type(g) is Tensor and g.untyped_storage().nbytes() > g.nbytes for g in gradients)
+    if views:
+        warnings.warn(
+            f"{views} gradients lie in larger buffers, and after the cast each has memory of its "
+            "own: what reduces, clips or zeroes the buffers does not reach it any more. Cast the "
+            "model, or prepare() it, before what makes the buffers",
+            stacklevel=3,
+        )
 
 
 def fp32_parameters(
