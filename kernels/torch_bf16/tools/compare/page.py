@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torch_bf16.tools.monitor import kind_of
 from torch_bf16.tools.output import share
+from torch_bf16.tools.sampling import kind_of
 
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
 from .report import summary

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.tools.foreign_states import MASTER, SUM, extra_bits
-from torch_bf16.tools.monitor import layer_of, places
+from torch_bf16.tools.sampling import layer_of, places
 
 from .rows import Trained, set_rate
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch_bf16.tools.sampling import STALLING
+
 __all__ = ["BAD", "judge"]
 
 REFERENCE, FINE, LOSES = "reference", "as good", "loses"
@@ -12,7 +14,6 @@ STALLS, BROKEN, UNDECIDED = "stalls", "broken", "one pair"
 BAD = (LOSES, STALLS, BROKEN)
 # Shares of the reference's improvement that count as lost: over several pairs, and in a single one.
 _LOST, _LOST_ALONE = 0.002, 0.05
-_STALLING = 0.5
 _MOST = 3
 
 
@@ -78,8 +79,8 @@ def _stalled_layers(row: Mapping[str, Any]) -> list[str]:
         name
         for name, layer in row["layers"].items()
         if layer["survived"] is not None
-        and layer["survived"] < _STALLING
-        and (layer["survived_at_most"] or 0.0) < _STALLING
+        and layer["survived"] < STALLING
+        and (layer["survived_at_most"] or 0.0) < STALLING
     ]
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_bf16.tools.monitor import kind_of
+from torch_bf16.tools.sampling import STALLING, kind_of
 
 from .examination import Examination, Examined
 
@@ -16,7 +16,6 @@ __all__ = ["Finding", "Verdict", "judge"]
 STALLS, BROKEN, LOSES, STANDS = "stalls", "broken", "loses", "stands still"
 UNSEEN, UNJUDGED, FINE = "not seen", "not judged", "learns"
 _BAD = (STALLS, BROKEN)
-_STALLING = 0.5  # as in the monitor: a smaller share of the updates arrives
 _LOSING = 0.9
 _MOST = 8
 _STEPS = 100_000  # assumed if their number is unknown
@@ -99,12 +98,12 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
             lost, why = 1 - survived, "size"
         elif gains and moved.ones_before == moved.numel:
             lost, why = 1.0, "gain"
-    if 1 - lost < _STALLING:
+    if 1 - lost < STALLING:
         return Finding(each, STALLS, lost, why)
     if plan is not None and each.rounding == "nearest" and plan.survived < _LOSING:
         # A weight that has moved so far, and stops only now that the rate is low, has learned.
         learned = why == "size" and 1 - lost > _LOSING
-        stalls = plan.survived < _STALLING and not learned
+        stalls = plan.survived < STALLING and not learned
         return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
     if compared and not moved.moved:
         return Finding(each, STANDS if each.lacks is None else UNSEEN, 0.0)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from torch_bf16.foreign.convert import convert
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
-from torch_bf16.tools.monitor import is_foreseen, places, sample_of
+from torch_bf16.tools.sampling import is_foreseen, places, sample_of
 
 from .host import Host, host_of, rate_of
 from .models import Models

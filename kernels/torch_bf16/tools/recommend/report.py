@@ -9,6 +9,7 @@ from typing import Any
 from torch_bf16.tools.estimate.memory import Memory
 from torch_bf16.tools.estimate.shapes import ModelShapes
 from torch_bf16.tools.output import number, print_sentences, print_table, share
+from torch_bf16.tools.sampling import STALLING
 
 from .host import Host
 from .lines import launch_line, lines
@@ -176,7 +177,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
 
 
 def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
-    verdict = "stalls" if each["lost_updates"] >= 0.5 else "loses" if each["loses"] else ""
+    verdict = "stalls" if 1 - each["lost_updates"] <= STALLING else "loses" if each["loses"] else ""
     return (
         *(each["name"], _megabytes(each["bytes"]), _megabytes(each["peak_bytes"])),
         *(share(each["noise"]), number(each["distance"], 2), number(each["loses_below_lr"], 2)),

@@ -28,7 +28,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.tools.monitor import layer_of
+from torch_bf16.tools.sampling import layer_of
 
 from .updates import Layer, ParameterSums
 
