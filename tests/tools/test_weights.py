@@ -1,5 +1,6 @@
 """Checkpoints of every kind are read alike, a piece at a time; what is none is refused by name."""
 
+import io
 import json
 import os
 import pickle
@@ -115,6 +116,28 @@ def test_parts_of_several_ranks_are_put_together(ranks, tmp_path):
     for name in ("by0", "by1"):
         assert torch.equal(found[name].read(0, 70), torch.arange(70.0)), name
         assert torch.equal(found[name].read(13, 58), torch.arange(13.0, 58.0)), name
+
+
+class Sparing(io.FileIO):
+    """A file of which one call reads no more than seven bytes, as Linux's reads at most 2 GiB."""
+
+    def readinto(self, buffer):
+        return super().readinto(memoryview(buffer)[:7])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_a_tensor_is_read_by_as_many_calls_as_it_takes(kind, tmp_path, monkeypatch):
+    found = open_checkpoint(write(kind, tmp_path)).tensors["0.weight"]
+    monkeypatch.setattr(type(tmp_path), "open", lambda path, *_, **__: Sparing(path))
+    assert torch.equal(found.whole(), trained()[0][0].weight)
+
+
+def test_a_file_that_became_shorter_since_it_was_opened_is_named(tmp_path):
+    path = write("safetensors", tmp_path)
+    found = open_checkpoint(path)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was cut short while"):
+        [each.whole() for each in found.tensors.values()]
 
 
 class Evil:

@@ -95,9 +95,12 @@ def read_numbers(path: Path, at: int, dtype: torch.dtype, start: int, stop: int)
     buffer = bytearray(count)
     with path.open("rb", buffering=0) as file:
         file.seek(at + start * dtype.itemsize)
-        # One call reads no more than 2 GB, and pieces are smaller than that.
-        if file.readinto(buffer) != count:
-            raise CheckpointError(f"{path} was cut short while it was read")
+        # One call reads at most 2 GiB, whatever is asked for.
+        left = memoryview(buffer)
+        while left:
+            if not (got := file.readinto(left)):
+                raise CheckpointError(f"{path} was cut short while it was read")
+            left = left[got:]
     return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
