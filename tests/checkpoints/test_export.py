@@ -1,5 +1,6 @@
 """The way out: exact fp32 weights and moments, as objects and as files."""
 
+import json
 import os
 
 import pytest
@@ -214,6 +215,30 @@ def test_a_checkpoint_is_not_written_over(tmp_path, capsys):
         assert cli.main(["export", str(path), str(output)]) == 2
         assert "give another name for the output" in capsys.readouterr().err
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "link"])
+def test_a_checkpoint_of_several_files_is_not_written_over(given, tmp_path, capsys):
+    folder, source, out = tmp_path / "run", tmp_path / "run", str(tmp_path / "out.pt")
+    folder.mkdir()
+    model, _ = make_run("master")
+    torch.save(model.state_dict(), folder / "pytorch_model-1.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    placed = dict.fromkeys(model.state_dict(), "pytorch_model-1.bin")
+    index.write_text(json.dumps({"weight_map": placed}))
+    if given == "index":
+        source = index
+    elif given == "link":
+        source = tmp_path / "link"
+        source.symlink_to(folder)
+    before = {each: each.read_bytes() for each in folder.iterdir()}
+    for output in map(str, before):
+        for command in (["export", str(source), output], ["doctor", str(source), "--json", output]):
+            assert cli.main(command) == 2
+            assert "and would be overwritten: give another name" in capsys.readouterr().err
+    assert {each: each.read_bytes() for each in folder.iterdir()} == before
+    assert cli.main(["export", str(source), out]) == 0
+    assert cli.main(["export", str(source), str(folder / "new.pt")]) == 0
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])

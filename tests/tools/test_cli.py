@@ -14,7 +14,7 @@ from torch_bf16.backends.certificates import file_of
 from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.tools import cli
-from torch_bf16.tools.arguments import count
+from torch_bf16.tools.arguments import count, keep_inputs
 from torch_bf16.tools.info import command
 
 
@@ -146,3 +146,14 @@ def test_what_a_command_reads_is_not_overwritten(arguments, tmp_path, capsys, mo
     assert cli.main(arguments) == 2
     assert "is also what would be read, and would be overwritten" in capsys.readouterr().err
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def test_the_record_in_a_folder_is_kept_and_the_page_beside_it_is_made_again(tmp_path, capsys):
+    record, page = tmp_path / "compare.json", tmp_path / "compare.html"
+    record.write_text("{}")
+    page.write_text("before")
+    assert cli.main(["compare", str(tmp_path), "--html", str(record)]) == 2
+    assert "compare.json lies in what would be read" in capsys.readouterr().err
+    assert record.read_text() == "{}"
+    keep_inputs(page, tmp_path)
+    keep_inputs(tmp_path / "new.json", tmp_path)

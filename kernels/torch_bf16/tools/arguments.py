@@ -27,6 +27,10 @@ __all__ = [
 _PICTURES = (".png", ".pdf", ".svg")
 
 
+_NEVER_READ = (".html", ".png", ".pdf")
+"""What commands write for people, and write again beside the records that they read."""
+
+
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Declare ``--json FILE``, where ``-`` prints JSON and nothing else."""
     parser.add_argument(
@@ -101,17 +105,26 @@ def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:
 
     Args:
         output: a file, another target, or None for none.
-        inputs: what the command reads: files, something in a file (``train.py:make_model``), or
-            anything else, such as the size of a model.
+        inputs: what the command reads: files, folders and indices with all that lies in them,
+            something in a file (``train.py:make_model``), or anything else, such as the size of a
+            model.
     """
     if not isinstance(output, Path) or not output.exists():
         return
+    within = output.resolve().parents if output.suffix not in _NEVER_READ else ()
     for each in filter(None, inputs):
         files = each, f"{each}".rpartition(":")[0]
         if any(os.path.exists(path) and output.samefile(path) for path in files):
             raise ValueError(
                 f"{output} is also what would be read, and would be overwritten: give another name "
                 "for the output"
+            )
+        path = Path(each)
+        folder = path.parent if path.name.endswith(".index.json") else path
+        if folder.is_dir() and folder.resolve() in within:
+            raise ValueError(
+                f"{output} lies in what would be read, {folder}, and would be overwritten: give "
+                "another name for the output, or remove that file first"
             )
 
 
