@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged"):
-        torch_bf16.checkpoints.export.read_checkpoint(path)
+        torch_bf16.checkpoints.export.export_file(path, tmp_path / "fp32.pt")
 
 
 @pytest.mark.parametrize("thawed", [False, True])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.sharding import any_flattened, local, saved_names
 from torch_bf16.states.recoding import stored_format
-from torch_bf16.states.schema import HEADER, readable
+from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
 from .atomic_write import replacing
-from .files import check_complete, damaged_safetensors, first_keys, read_file
+from .reader import OptimizerStates, Saved, SavedTensor, open_checkpoint, read_optimizer
 
 __all__ = [
     "export_file",
@@ -27,10 +27,7 @@ __all__ = [
     "fp32_optimizer_state_dict",
     "fp32_state_dict",
     "fp32_weights",
-    "read_checkpoint",
 ]
-
-_States: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
@@ -112,25 +109,26 @@ def fp32_optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any
     return state_dict
 
 
-def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict[str, Tensor], int]:
-    """Exact fp32 weights from two saved state dicts.
+def fp32_weights(
+    model: Mapping[str, Any], optimizers: Iterable[OptimizerStates]
+) -> tuple[dict[str, Tensor], int]:
+    """Exact fp32 weights from a saved model and the states of its optimizers.
 
     Args:
-        model: the state dict of the module.
-        optimizers: the state dict of the optimizer, or of several; None upcasts.
+        model: the state dict of the module, or the tensors of a file, which are read one by one.
+        optimizers: the optimizers with its masters; without any, weights are upcast.
 
     Returns:
         The weights, and how many of them had an exact master.
 
     Raises:
-        CheckpointError: an optimizer's state dict is not built as torch builds it, or the masters
-            cannot be assigned, because it has no parameter names, several have the same, or a
-            master fits no weight.
+        CheckpointError: the masters cannot be assigned, because an optimizer's state dict has no
+            parameter names, several have the same, or a master fits no weight.
     """
     states: dict[str, Mapping[str, Any]] = {}
-    for each in _as_list(optimizers):
-        more = _by_name(each)
-        if twice := [name for name in more if name in states and masters_in(more[name])]:
+    for each in optimizers:
+        more = _with_masters(each)
+        if twice := [name for name in more if name in states]:
             raise CheckpointError(
                 f"several optimizers have an exact master of {twice[0]!r} ({len(twice)} in all): "
                 "they were given names that are not those of the whole model. Export from the "
@@ -138,8 +136,7 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
             )
         states |= more
     key_of = saved_names(states, model)
-    lost = [name for name in states if name not in key_of and masters_in(states[name])]
-    if lost:
+    if lost := [name for name in states if name not in key_of and _masters(states[name])]:
         raise CheckpointError(
             f"the exact masters of {', '.join(lost[:4])} ({len(lost)} in all) belong to no weight "
             f"here; the weights are {', '.join([*model][:4])} and so on: model and optimizer are "
@@ -147,16 +144,16 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
         )
     states = {key: states[name] for name, key in key_of.items()}
     # A tied weight has a state under one of its names only.
-    same = {_place(model[n]): state for n, state in states.items() if n in model}
+    same = {_place(model[n]): state for n, state in states.items()}
     weights, exact = {}, 0
-    for name, value in model.items():
+    for name, each in model.items():
+        value = _whole(each)
         if not isinstance(value, Tensor):
             continue
-        state = states.get(name) or same.get(_place(value), {})
-        masters = masters_in(state)
-        if value.dtype != torch.bfloat16:
-            weights[name] = value
-        elif masters:
+        masters = {}
+        if value.dtype == torch.bfloat16:
+            masters = _masters(states.get(name) or same.get(_place(each), {}))
+        if masters:
             format_ = stored_format(masters, "")
             if format_ is None or any(each.shape != value.shape for each in masters.values()):
                 raise CheckpointError(
@@ -168,12 +165,35 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
             weights[name] = format_.decode([value.contiguous(), *beside])
             exact += 1
         else:
-            weights[name] = value.float()
+            weights[name] = value.float() if value.dtype == torch.bfloat16 else value
     return weights, exact
 
 
-def _place(weight: Tensor) -> tuple[Any, ...]:
+def _with_masters(optimizer: OptimizerStates) -> dict[str, Mapping[str, Any]]:
+    """The states that hold an exact master, by the names of their parameters."""
+    names = optimizer.names()
+    states = {k: each for k, each in optimizer.state.items() if not each.keys().isdisjoint(MASTERS)}
+    if states.keys() <= names.keys():
+        return {names[key]: state for key, state in states.items()}
+    raise CheckpointError(
+        "the optimizer's state dict has no parameter names, so that its exact masters cannot be "
+        "assigned. Export from the program: torch_bf16.fp32_state_dict(model, optimizer); and "
+        "give the optimizer model.named_parameters(), or convert() it with its model, next time"
+    )
+
+
+def _masters(state: Mapping[str, Any]) -> dict[str, Any]:
+    return masters_in({key: _whole(state[key]) for key in MASTERS if key in state})
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, SavedTensor) else value
+
+
+def _place(weight: Any) -> Any:
     """A key that tied weights share; a view of a part, or an empty tensor, has another shape."""
+    if isinstance(weight, SavedTensor):
+        return weight.tied or id(weight)
     memory = local(weight)
     return memory.data_ptr(), memory.shape, memory.stride()
 
@@ -187,12 +207,12 @@ def export_file(
     """Write the weights of a checkpoint to a file of their own.
 
     Args:
-        source: a file of ``save_checkpoint``, ``torch.save`` or Lightning, or a safetensors file of
-            weights, such as that in a folder of Accelerate.
+        source: a checkpoint of any kind that ``open_checkpoint`` reads: a file of
+            ``save_checkpoint``, ``torch.save``, Lightning or safetensors, an index, or a folder.
         target: ``*.safetensors``; any other name gets a file of ``torch.save``.
         dtype: ``"float32"`` makes bf16 weights fp32, exact if there is a master; ``"bfloat16"``
             leaves all weights as they were trained.
-        optimizer: the file with the optimizer's state dict, if ``source`` has none.
+        optimizer: the file with the optimizer's state dict, if it is not in ``source``.
 
     Returns:
         One line about what was written.
@@ -201,108 +221,47 @@ def export_file(
         CheckpointError: there are no weights in ``source``, they are one rank's part, or the
             masters cannot be assigned.
     """
-    weights, states = read_checkpoint(Path(source))
-    return export_weights(weights, states, target, dtype, optimizer)
+    return export_weights(open_checkpoint(Path(source), verify=True), target, dtype, optimizer)
 
 
 def export_weights(
-    weights: Mapping[str, Any],
-    states: _States,
+    saved: Saved,
     target: str | os.PathLike[str],
     dtype: str = "float32",
     optimizer: str | os.PathLike[str] | None = None,
 ) -> str:
-    """:func:`export_file` for the state dicts of a checkpoint that has been read.
+    """:func:`export_file` for a checkpoint that has been opened.
 
     Args:
-        weights: the state dict of the model.
-        states: the state dict of its optimizer, or of several; None without one.
+        saved: the checkpoint.
         target: as for :func:`export_file`, and so are ``dtype`` and ``optimizer``.
     """
+    further = [*saved.path.glob("optimizer_[1-9]*")] if saved.path.is_dir() else []
+    if further and optimizer is None:
+        raise CheckpointError(
+            f"{saved.path} holds {len(further) + 1} optimizers, and does not say which weights "
+            "belong to which. Export one model at a time: its file of weights, with its "
+            "--optimizer FILE"
+        )
+    if saved.left_out:
+        raise CheckpointError(
+            f"{saved.path} holds tensors that cannot be exported: {'; '.join(saved.notes)[:300]}. "
+            "Load it in the program that wrote it, and save what "
+            "torch_bf16.fp32_state_dict(model, optimizer) returns. Nothing was written"
+        )
+    states = saved.optimizers
     if optimizer is not None:
-        content = read_file(Path(optimizer))
-        states = _as_list(content) or _parts(content)[1]
+        states, notes = read_optimizer(Path(optimizer), verify=True)
         if not states:
-            raise CheckpointError(
-                f"{optimizer} has no state dict of an optimizer: it holds {first_keys(content)}. "
-                "It is looked for under 'optimizer' and 'optimizer_states', or as the whole file. "
-                "Nothing was written"
-            )
-    check_complete(weights)
+            raise CheckpointError(f"{optimizer} cannot be used: {'; '.join(notes)}")
     if dtype == "float32":
-        weights, exact = fp32_weights(weights, states)
+        weights, exact = fp32_weights(saved.tensors, states)
         origin = f"{exact} of them from exact masters"
     else:
-        weights = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
+        weights = {name: each.whole() for name, each in saved.tensors.items()}
         origin = "as they were trained"
     _write({name: each.contiguous() for name, each in weights.items()}, Path(target))
     return f"{target}: {len(weights)} tensors, {origin}"
-
-
-# The names of torch's tutorial, and ours.
-_NAMES = {"model_state_dict": "model", "optimizer_state_dict": "optimizer"}
-
-
-def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
-    """The state dicts of the model and of its optimizers in a file."""
-    if source.suffix == ".safetensors":
-        safetensors = _safetensors()
-        from safetensors import SafetensorError
-
-        try:
-            return safetensors.load_file(source), None
-        except SafetensorError as error:
-            raise damaged_safetensors(source, error) from None
-    content = {_NAMES.get(key, key): each for key, each in read_file(source, mmap=True).items()}
-    weights, states = _parts(content)
-    if weights is None:
-        raise CheckpointError(
-            f"{source} has no weights: it holds {first_keys(content)}. They are looked for under "
-            "'model', 'state_dict' and 'model_state_dict', or as the whole file"
-        )
-    return weights, states
-
-
-def _as_list(states: Any) -> list[Mapping[str, Any]]:
-    """The state dicts of optimizers in ``states``, which holds one or several."""
-    several = states if isinstance(states, (list, tuple)) else [states]
-    fit = (each for each in several if isinstance(each, Mapping))
-    return [each for each in fit if isinstance(each.get("state"), Mapping)]
-
-
-def _parts(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
-    weights = content.get("model", content.get("state_dict"))
-    states = _as_list(content.get("optimizer", content.get("optimizer_states")))
-    if weights is None and content and all(isinstance(v, Tensor) for v in content.values()):
-        weights = content
-    return weights, states
-
-
-def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    saved = [each for each in optimizer["state"].values() if isinstance(each, Mapping)]
-    if not any(key in MASTERS for state in saved for key in state):
-        return {}  # however it is built, nothing in it is needed
-    optimizer = readable(optimizer)
-    groups, states = optimizer["param_groups"], optimizer["state"]
-    names = (optimizer.get(HEADER) or {}).get("names") or [
-        g.get("param_names") or () for g in groups
-    ]
-    named = {
-        key: name
-        for group, names_of_group in zip(groups, names, strict=False)
-        for name, key in zip(names_of_group, group["params"], strict=False)
-        if name is not None
-    }
-    # FSDP1 and torch.distributed.checkpoint put names in place of numbers.
-    named |= {key: key for key in states if isinstance(key, str)}
-    nameless = [state for key, state in states.items() if key not in named]
-    if not any(key in MASTERS for state in nameless for key in state):
-        return {name: states[key] for key, name in named.items() if key in states}
-    raise CheckpointError(
-        "the optimizer's state dict has no parameter names, so that its exact masters cannot be "
-        "assigned. Export from the program: torch_bf16.fp32_state_dict(model, optimizer); and "
-        "give the optimizer model.named_parameters(), or convert() it with its model, next time"
-    )
 
 
 def _write(weights: dict[str, Tensor], target: Path) -> None:
@@ -312,8 +271,13 @@ def _write(weights: dict[str, Tensor], target: Path) -> None:
             if safetensors is None:
                 torch.save(weights, partial)
             else:
-                # A copy for each name: the format has no tensors that share memory.
-                safetensors.save_file({k: v.clone() for k, v in weights.items()}, partial)
+                # The format has no tensors that share memory.
+                seen: set[int] = set()
+                for name, each in weights.items():
+                    place = each.untyped_storage().data_ptr()
+                    weights[name] = each.clone() if place in seen else each
+                    seen.add(place)
+                safetensors.save_file(weights, partial)
     except CheckpointError:
         raise
     # Both libraries have errors of their own for a full disk or a closed folder.

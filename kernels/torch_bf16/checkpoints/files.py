@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from .atomic_write import replacing
 
 __all__ = [
     "check_complete",
+    "check_records",
     "damaged_safetensors",
     "first_keys",
     "load_checkpoint",
@@ -159,12 +160,22 @@ def damaged_safetensors(path: Path, why: object) -> CheckpointError:
     )
 
 
-def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """The content of a file of ``torch.save``, on the CPU, after comparing all checksums.
+def check_records(file: Path | BinaryIO) -> None:
+    """Compare the checksums of all records of a file of ``torch.save``.
 
-    Args:
-        path: the file.
-        mmap: whether tensors are read when they are used, and not now.
+    Raises:
+        BadZipFile: a record is damaged; zipfile may raise almost anything else over damaged bytes.
+    """
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+        # torch reads a record that is marked as a folder as one without bytes.
+        folders = [each.filename for each in archive.infolist() if each.external_attr & _FOLDER]
+    if damaged is not None or folders:
+        raise zipfile.BadZipFile(f"its record {damaged or folders[0]} is damaged")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a file of ``torch.save``, on the CPU, after comparing all checksums.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -172,15 +183,9 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
     """
     with path.open("rb") as file:
         try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-                # torch reads a record that is marked as a folder as one without bytes.
-                folders = [n.filename for n in archive.infolist() if n.external_attr & _FOLDER]
-            if damaged is not None or folders:
-                raise zipfile.BadZipFile(f"its record {damaged or folders[0]} is damaged")
+            check_records(file)
             file.seek(0)
-            source: Any = path if mmap else file
-            content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+            content = torch.load(file, map_location="cpu", weights_only=True)
         # zipfile and torch raise almost anything over damaged bytes.
         except Exception as error:
             raise CheckpointError(

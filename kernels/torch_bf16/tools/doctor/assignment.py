@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from torch_bf16.checkpoints.reader import OptimizerStates, Saved, SavedTensor
 from torch_bf16.sharding import saved_names
-from torch_bf16.tools.weights import OptimizerStates, Saved, SavedTensor
 
 __all__ = ["State", "assign_states"]
 
-State = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""What an optimizer keeps for a parameter, and the hyperparameters of its group."""
+State = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+"""What an optimizer keeps for a parameter, the hyperparameters of its group, and its header."""
 
 
 def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
@@ -24,9 +24,10 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
     States that the state dict names are assigned by name. Numbered states are assigned by shape and
     by the order of the model, and only if that leaves no choice: a mistake would mix up weights.
     """
-    if saved.optimizer is None:
-        return {}, None
-    named, numbered = _states_by_name(saved.optimizer), _states_by_number(saved.optimizer)
+    named: dict[str, State] = {}
+    for each in saved.optimizers:
+        named |= _states_by_name(each)
+    numbered = _states_by_number(saved.optimizers)
     keys = saved_names(named, saved.tensors)
     found = {keys[name]: state for name, state in named.items() if name in keys}
     unassigned = len(named) - len(found)
@@ -38,7 +39,7 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
             each = untied.get(name)
             if each is not None and each.dtype.is_floating_point:
                 names_by_shape[each.shape].append(name)
-        states_by_shape: dict[tuple[int, ...], list[tuple[int, State]]] = defaultdict(list)
+        states_by_shape: dict[tuple[int, ...], list[tuple[Any, State]]] = defaultdict(list)
         for group, shape, state in numbered:
             states_by_shape[shape].append((group, state))
         for shape, states in states_by_shape.items():
@@ -61,28 +62,25 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
 
 def _states_by_name(optimizer: OptimizerStates) -> dict[str, State]:
     groups = optimizer.groups
-    names = optimizer.header.get("names") or [each.get("param_names", ()) for each in groups]
-    found: dict[str, State] = {}
-    for names_of_group, group in zip(names, groups, strict=False):
-        for name, key in zip(names_of_group or (), group.get("params", ()), strict=False):
-            if isinstance(name, str) and key in optimizer.state:
-                found[name] = optimizer.state[key], group
-    # torch.distributed.checkpoint and FSDP put names in place of numbers.
     group_of = {key: group for group in groups for key in group.get("params", ())}
-    for key, state in optimizer.state.items():
-        if isinstance(key, str):
-            found[key] = state, group_of.get(key, groups[0] if len(groups) == 1 else {})
-    return found
+    only = groups[0] if len(groups) == 1 else {}
+    return {
+        name: (optimizer.state[key], group_of.get(key, only), optimizer.header)
+        for key, name in optimizer.names().items()
+    }
 
 
-def _states_by_number(optimizer: OptimizerStates) -> list[tuple[int, tuple[int, ...], State]]:
+def _states_by_number(
+    optimizers: Sequence[OptimizerStates],
+) -> list[tuple[tuple[int, int], tuple[int, ...], State]]:
     found = []
-    for number, group in enumerate(optimizer.groups):
-        for key in group.get("params", ()):
-            state = optimizer.state.get(key)
-            shape = None if state is None else _shape(state)
-            if state is not None and shape is not None and not isinstance(key, str):
-                found.append((number, shape, (state, group)))
+    for which, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.groups):
+            for key in group.get("params", ()):
+                state = optimizer.state.get(key)
+                shape = None if state is None else _shape(state)
+                if state is not None and shape is not None and not isinstance(key, str):
+                    found.append(((which, number), shape, (state, group, optimizer.header)))
     return found
 
 

@@ -7,9 +7,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from torch_bf16.checkpoints.reader import open_checkpoint
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
 from torch_bf16.tools.output import progress_line, publish
-from torch_bf16.tools.weights import open_checkpoint
 
 from .examination import examine
 from .report import record, show

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.checkpoints.reader import SavedTensor
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.views import MASTERS, masters_in
-from torch_bf16.tools.weights import SavedTensor
 
 __all__ = ["CHUNK", "Read", "has_master", "moment", "weight"]
 

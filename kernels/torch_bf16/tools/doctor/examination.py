@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from torch_bf16.checkpoints.reader import Saved, SavedTensor
 from torch_bf16.errors import CheckpointError
 from torch_bf16.sharding import bare_name
-from torch_bf16.tools.weights import Saved, SavedTensor
 
 from .assignment import State, assign_states
 from .exact import Read, has_master, weight
@@ -89,7 +89,6 @@ def examine(
     states, note = assign_states(after)
     notes += [note] if note else []
     earlier, _ = assign_states(before) if before is not None else ({}, None)
-    header = after.optimizer.header if after.optimizer else {}
     if before is None and not states:
         raise CheckpointError(
             f"{after.path} has no state of an optimizer that could be assigned to its weights, and "
@@ -97,10 +96,12 @@ def examine(
             "python -m torch_bf16 doctor EARLIER LATER"
         )
     found = []
-    nothing: State = ({}, {})
+    headers = [each.header for each in after.optimizers]
+    alike = headers and all(each.get("recipe") == headers[0].get("recipe") for each in headers)
+    nothing: State = ({}, {}, headers[0] if alike else {})
     for number, (name, old_name, new) in enumerate(pairs):
         progress(f"{number + 1} of {len(pairs)}: {name}")
-        state, group = states.get(name, nothing)
+        state, group, header = states.get(name, nothing)
         old = None if before is None or old_name is None else before.tensors[old_name]
         old_state = nothing[0] if old_name is None else earlier.get(old_name, nothing)[0]
         first, last, lacks = _readers(old, old_state, new, state)
@@ -230,7 +231,7 @@ def _inner(name: str) -> str:
 def _steps(before: Saved | None, after: Saved, states: dict[str, State]) -> int | None:
     last = after.step
     if last is None:
-        counted = (state.get("step") for state, _ in states.values())
+        counted = (state.get("step") for state, *_ in states.values())
         last = max((int(float(step)) for step in counted if step is not None), default=None)
     if last is None or before is None:
         return last

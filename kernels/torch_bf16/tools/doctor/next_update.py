@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.checkpoints.reader import SavedTensor
 from torch_bf16.tools.foreign_states import extra_bits
-from torch_bf16.tools.weights import SavedTensor
 
 from .exact import CHUNK, Read, has_master, moment
 from .movement import half_spacings

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bf16.checkpoints.reader import open_checkpoint
 from torch_bf16.errors import described
 from torch_bf16.tools.factory import import_name, is_factory
-from torch_bf16.tools.weights import open_checkpoint
 
 from .shapes import ModelShapes, Weight, shapes_of
 

@@ -8,7 +8,7 @@ import importlib
 import mmap
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.checkpoints.files import check_complete, check_records, first_keys
 from torch_bf16.errors import CheckpointError, first_line
-from torch_bf16.sharding import as_real
-from torch_bf16.states.schema import HEADER, readable
+from torch_bf16.sharding import as_real, is_dtensor, local
+from torch_bf16.states.views import MASTERS
 
 from .saved import OptimizerStates, Saved, SavedTensor, is_number
 
@@ -30,60 +31,68 @@ _STEPS = ("global_step", "step", "iteration", "steps")
 _PAGEOUT = 21  # MADV_PAGEOUT, Linux: unlike DONTNEED it loses nothing, whatever lies there
 
 
-def read_torch_file(path: Path) -> Saved:
-    """Weights, the optimizer's states and the step of a file of torch.save, Lightning or Trainer.
+def read_torch_file(path: Path, verify: bool) -> Saved:
+    """Weights, the optimizers' states and the step of a file of torch.save, Lightning or Trainer.
 
     Raises:
-        CheckpointError: it is truncated, damaged or of another kind, or holds no weights, or an
-            optimizer's state that is not built as torch builds it.
+        CheckpointError: it is truncated, damaged, of another kind or one rank's part, or holds no
+            weights, or masters in an optimizer's state that is not built as torch builds it.
         OSError: it cannot be read.
     """
-    content, notes = _load(path)
+    content, notes = _load(path, verify)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not tensors by name")
-    weights = next((content[k] for k in WEIGHTS if isinstance(content.get(k), Mapping)), content)
-    tensors = _tensors_in(weights)
-    if not tensors:
-        held = ", ".join(str(key)[:40] for key in list(content)[:8])
+    saved = Saved(path, {}, notes=notes)
+    parts = (content[key] for key in WEIGHTS if isinstance(content.get(key), Mapping))
+    held = {key: each for key in STATES if not isinstance(each := content.get(key), Tensor)}
+    for part in (*parts, {key: each for key, each in content.items() if key not in held}):
+        if not saved.tensors:
+            _add_tensors(saved, part)
+    if not saved.tensors:
         raise CheckpointError(
-            f"{path} has no weights: it holds {held or 'nothing'}. They are looked for under "
+            f"{path} has no weights: it holds {first_keys(content)}. They are looked for under "
             f"{', '.join(WEIGHTS)}, or as the whole file"
         )
-    held = (content.get(key) for key in STATES)
-    states = next(
-        (each for each in held if isinstance(each, (Mapping, list, tuple)) and each), None
-    )
-    step = next((content[k] for k in _STEPS if isinstance(content.get(k), int)), None)
-    optimizer, left_out = _optimizers(states)
-    return Saved(path, tensors, optimizer, step, notes + left_out)
+    saved.optimizers = _optimizers(held.values(), notes)
+    saved.step = next((content[k] for k in _STEPS if isinstance(content.get(k), int)), None)
+    return saved
 
 
-def read_optimizer(path: Path) -> tuple[OptimizerStates | None, list[str]]:
-    """The states in a file that holds nothing else, such as ``optimizer.pt`` of the Trainer."""
-    content, notes = _load(path)
-    optimizer, left_out = _optimizers(content)
-    return optimizer, notes + left_out
+def read_optimizer(path: Path, verify: bool) -> tuple[list[OptimizerStates], list[str]]:
+    """The optimizers' states in a file that may hold nothing else, and notes on what it holds."""
+    content, notes = _load(path, verify)
+    parts = content if isinstance(content, Mapping) else {}
+    found = _optimizers([*(parts.get(key) for key in STATES), content], notes)
+    if not found:
+        notes.append(
+            f"{path.name} has no state dict of an optimizer: it holds {first_keys(parts)}. It is "
+            f"looked for under {', '.join(STATES)}, or as the whole file"
+        )
+    return found, notes
 
 
-def _tensors_in(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, SavedTensor]:
-    """The plain tensors in a mapping, and in mappings within it, by dotted names."""
-    found: dict[str, SavedTensor] = {}
+def _add_tensors(saved: Saved, weights: Mapping[Any, Any], prefix: str = "") -> None:
+    """Add the plain tensors in a mapping, and in mappings within it, by dotted names."""
     for key, value in weights.items():
         name = f"{prefix}{key}"
         if isinstance(value, Tensor):
-            if (saved := _saved_tensor(value)) is not None:
-                found[name] = saved
-        elif isinstance(value, Mapping) and prefix.count(".") < 4:
-            found |= _tensors_in(value, f"{name}.")
-    return found
+            if (tensor := _saved_tensor(value, name)) is not None:
+                saved.tensors[name] = tensor
+            else:
+                saved.left_out.append(name)
+                saved.notes.append(f"{name} is sparse, quantized or of another class: left out")
+        elif isinstance(value, Mapping) and prefix.count(".") < 4 and key != "_extra_state":
+            _add_tensors(saved, value, f"{name}.")
 
 
-def _load(path: Path) -> tuple[Any, list[str]]:
+def _load(path: Path, verify: bool) -> tuple[Any, list[str]]:
     with path.open("rb"):
         pass  # an OSError says more than what torch makes of it
     zipped = zipfile.is_zipfile(path)
     foreign: list[str] = []
     try:
+        if zipped and verify:
+            check_records(path)
         if zipped:
             foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         if any(name.startswith("torch.distributed.tensor") for name in foreign):
@@ -133,59 +142,44 @@ def _inert(path: str) -> type:
     return type(name, (_Inert,), {"__module__": module, "__qualname__": name})
 
 
-def _optimizers(states: Any) -> tuple[OptimizerStates | None, list[str]]:
-    """The states of all optimizers of a run as those of one, and a note if some were left out."""
-    state_dicts = list(states) if isinstance(states, (list, tuple)) else [states]
-    found = [each for each in map(_optimizer, state_dicts) if each is not None]
-    if len(found) < 2:
-        return (found[0] if found else None), []
-    recipe = found[0].header.get("recipe")
-    same_recipe = [each for each in found if each.header.get("recipe") == recipe]
-    notes = []
-    if lost := len(found) - len(same_recipe):
-        notes.append(
-            f"the states of {lost} of {len(found)} optimizers are of another recipe than the "
-            "first, and were left out"
-        )
-    return _together(same_recipe), notes
+def _optimizers(entries: Iterable[Any], notes: list[str]) -> list[OptimizerStates]:
+    """The states of all optimizers in the first entry of a file that holds any."""
+    for entry in entries:
+        several = entry if isinstance(entry, (list, tuple)) else [entry]
+        if isinstance(entry, Mapping) and "state" not in entry:
+            several = entry.values()
+        whole = (each for each in several if isinstance(each, Mapping))
+        if whole := [each for each in whole if isinstance(each.get("state"), Mapping)]:
+            return [found for each in whole if (found := _optimizer(each, notes)) is not None]
+    return []
 
 
-def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
-    """One optimizer with the groups of all; each optimizer numbers its parameters from 0."""
-    state: dict[Any, Mapping[str, Any]] = {}
-    groups: list[Mapping[str, Any]] = []
-    names: list[Any] = []
-    for number, each in enumerate(optimizers):
-        own_names = each.header.get("names") or [group.get("param_names") for group in each.groups]
-        names += [own_names[n] if n < len(own_names) else None for n in range(len(each.groups))]
-        keys = {key: key if isinstance(key, str) else (number, key) for key in each.state}
-        state |= {keys[key]: kept for key, kept in each.state.items()}
-        groups += [
-            {**group, "params": [keys.get(key, key) for key in group.get("params", ())]}
-            for group in each.groups
-        ]
-    return OptimizerStates(state, groups, {**optimizers[0].header, "names": names})
-
-
-def _optimizer(states: Any) -> OptimizerStates | None:
-    if not isinstance(states, Mapping) or not isinstance(states.get("state"), Mapping):
+def _optimizer(states: Mapping[str, Any], notes: list[str]) -> OptimizerStates | None:
+    try:
+        found = OptimizerStates.of(states)
+    except CheckpointError as error:
+        every = (each for each in states["state"].values() if isinstance(each, Mapping))
+        if any(key in MASTERS for state in every for key in state):
+            raise
+        notes.append(f"{error}: left out")
         return None
-    states = readable(states)
-    found = {
+    in_file = {
         key: {
             name: (
-                _saved_tensor(value)
+                _saved_tensor(value, f"{key}.{name}")
                 if isinstance(value, Tensor) and not is_number(name, value.shape)
                 else value
             )
             for name, value in each.items()
         }
-        for key, each in states["state"].items()
+        for key, each in found.state.items()
     }
-    return OptimizerStates(found, list(states["param_groups"]), states.get(HEADER) or {})
+    return OptimizerStates(in_file, found.groups, found.header)
 
 
-def _saved_tensor(tensor: Tensor) -> SavedTensor | None:
+def _saved_tensor(tensor: Tensor, name: str) -> SavedTensor | None:
+    check_complete(tensor, name)
+    tensor = local(tensor) if is_dtensor(tensor) else tensor
     # The numbers of another library's tensor class need not lie in one place.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -194,7 +188,7 @@ def _saved_tensor(tensor: Tensor) -> SavedTensor | None:
     is_complex, tensor = tensor.is_complex(), as_real(tensor.detach())
     tied = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else None
     read = functools.partial(_read, tensor)
-    return SavedTensor(tuple(tensor.shape), tensor.dtype, read, tied, is_complex)
+    return SavedTensor(tuple(tensor.shape), tensor.dtype, read, tied, is_complex, tensor)
 
 
 def _read(tensor: Tensor, start: int, stop: int) -> Tensor:

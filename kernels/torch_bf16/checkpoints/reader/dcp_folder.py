@@ -111,8 +111,8 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
     numbers = {key for group in groups.values() for key in group.get("params") or ()}
     texts = {key for key in states if key not in numbers and str(key).isdigit()}
     by_key = {int(key) if key in texts else key: state for key, state in states.items()}
-    optimizer = OptimizerStates(by_key, list(groups.values()), header) if states else None
-    return Saved(path, tensors, optimizer)
+    optimizers = [OptimizerStates(by_key, list(groups.values()), header)] if states else []
+    return Saved(path, tensors, optimizers)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import CheckpointError
+from torch_bf16.states.schema import HEADER, readable
 
 __all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_number", "read_numbers"]
 
@@ -27,6 +28,7 @@ class SavedTensor:
             their own, on the CPU.
         tied: equal for tensors that were one when they were saved; None if that is unknown.
         is_complex: whether it was saved as complex numbers.
+        mapped: the whole tensor, if its file is mapped into memory.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class SavedTensor:
     read: Callable[[int, int], Tensor]
     tied: Any = None
     is_complex: bool = False
+    mapped: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -42,7 +45,7 @@ class SavedTensor:
 
     def whole(self) -> Tensor:
         """The tensor as it was saved, with complex numbers if it had such."""
-        tensor = self.read(0, self.numel).view(self.shape)
+        tensor = self.read(0, self.numel).view(self.shape) if self.mapped is None else self.mapped
         return torch.view_as_complex(tensor) if self.is_complex else tensor
 
 
@@ -60,6 +63,28 @@ class OptimizerStates:
     groups: list[Mapping[str, Any]] = field(default_factory=list)
     header: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> OptimizerStates:
+        """What ``optimizer.state_dict()`` returned, or what a file holds of it.
+
+        Raises:
+            CheckpointError: it is not built as torch builds it.
+        """
+        whole = readable(state_dict)
+        return cls(whole["state"], [*whole["param_groups"]], whole.get(HEADER) or {})
+
+    def names(self) -> dict[Any, str]:
+        """The names of parameters by their keys in ``state``, as far as they are known."""
+        names = self.header.get("names") or [each.get("param_names") for each in self.groups]
+        found = {
+            key: name
+            for of_group, group in zip(names, self.groups, strict=False)
+            for name, key in zip(of_group or (), group.get("params", ()), strict=False)
+            if isinstance(name, str) and key in self.state
+        }
+        # torch.distributed.checkpoint and FSDP put names in place of numbers.
+        return found | {key: key for key in self.state if isinstance(key, str)}
+
 
 @dataclass
 class Saved:
@@ -68,17 +93,19 @@ class Saved:
     Attributes:
         path: the path that the user gave.
         tensors: the model's parameters and buffers, by name.
-        optimizer: the states of all optimizers, as those of one; None if there are none.
+        optimizers: the states of each optimizer of which there are any.
         step: how many steps were taken; None if that is unknown.
         notes: what was left out, and why.
+        left_out: names of tensors of the model that were, because they cannot be read here.
         ordered: whether names are in the order of the module that was saved.
     """
 
     path: Path
     tensors: dict[str, SavedTensor]
-    optimizer: OptimizerStates | None = None
+    optimizers: list[OptimizerStates] = field(default_factory=list)
     step: int | None = None
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     ordered: bool = True
 
     def untied(self) -> dict[str, SavedTensor]:

@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import torch_bf16
+from torch_bf16.checkpoints.reader import open_checkpoint
 from torch_bf16.errors import CheckpointError
 from torch_bf16.sharding import as_real
 from torch_bf16.tools.doctor.assignment import assign_states
-from torch_bf16.tools.weights import open_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP without a process group
@@ -93,9 +93,9 @@ def test_every_kind_gives_the_same_numbers(kind, tmp_path):
     if kind in ("lightning", "trainer"):
         assert found.step == 7
     if kind in ("lightning", "ours", "trainer", "dcp"):
-        assert len(found.optimizer.state) == 4
-        assert found.optimizer.groups[0]["lr"] == 1e-3
-        *_, of_matrix, of_wave = found.optimizer.state.values()
+        assert len(found.optimizers[0].state) == 4
+        assert found.optimizers[0].groups[0]["lr"] == 1e-3
+        *_, of_matrix, of_wave = found.optimizers[0].state.values()
         for parameter, saved in ((model[1].weight, of_matrix), (model[1].wave, of_wave)):
             assert torch.equal(saved["exp_avg"].whole(), optimizer.state[parameter]["exp_avg"])
 
@@ -160,7 +160,7 @@ def test_objects_of_other_classes_are_left_out_and_their_code_is_not_run(tmp_pat
     torch.save(content, tmp_path / "run.ckpt")
     found = open_checkpoint(tmp_path / "run.ckpt")
     assert torch.equal(found.tensors["w"].read(0, 3), torch.ones(3))
-    assert "also holds test_weights.Harmless; none of its code was run" in found.notes[0]
+    assert "also holds test_reader.Harmless; none of its code was run" in found.notes[0]
 
 
 def _mkdir_by(module: str, name: str, target: str) -> bytes:
@@ -293,7 +293,7 @@ def test_steps_may_be_counted_in_a_tensor_of_one_element(kind, tmp_path):
     saved = open_checkpoint(tmp_path if kind == "dcp" else tmp_path / "run.ckpt")
     found, note = assign_states(saved)
     assert note is None
-    assert [float(state["step"]) for state, _ in found.values()] == [1.0] * len(weights)
+    assert [float(state["step"]) for state, *_ in found.values()] == [1.0] * len(weights)
 
 
 def test_tied_tensors_appear_once_under_their_first_name(tmp_path):

@@ -25,47 +25,48 @@ _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _STEP = re.compile(r"(?:checkpoint|step|epoch=\d+-step)[-_=](\d+)")
 
 
-def open_checkpoint(path: Path) -> Saved:
+def open_checkpoint(path: Path, verify: bool = False) -> Saved:
     """Open a checkpoint of any training; its tensors are read when they are needed.
 
     Args:
         path: a file of safetensors, of torch.save or of Lightning, an index of several, or a folder
             of the Trainer, of Accelerate or of ``torch.distributed.checkpoint``.
+        verify: whether to compare the checksums that files of torch.save have, which reads all of
+            them.
 
     Raises:
-        CheckpointError: it is damaged, foreign or holds no weights; the message says what works.
+        CheckpointError: it is damaged, foreign, one rank's part or holds no weights; the message
+            says what works.
         OSError: it does not exist, or cannot be read.
     """
     if path.is_dir():
-        found = _folder(path)
+        found = _folder(path, verify)
     elif not path.exists():
         raise FileNotFoundError(f"there is no {path}")
     elif not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder")
     else:
-        found = _file(path)
+        found = _file(path, verify)
     if found.step is None and (match := _STEP.search(path.name)):
         found.step = int(match[1])
     return found
 
 
-def _file(path: Path) -> Saved:
+def _file(path: Path, verify: bool) -> Saved:
     if not path.stat().st_size:
         raise CheckpointError(f"{path} is empty: the run that wrote it was cut off")
     if path.name.endswith(_INDEX):
-        return _read_index(path)
+        return _read_index(path, verify)
     if path.suffix == ".safetensors":
-        tensors, notes = read_safetensors(path)
-        # safetensors sorts what it writes by dtype and name.
-        return _with_tensors(Saved(path, tensors, notes=notes, ordered=False))
+        return _with_tensors(read_safetensors(path))
     if path.suffix == ".json":
         raise CheckpointError(
             f"{path} is not an index of a checkpoint: such a name ends in {_INDEX}"
         )
-    return read_torch_file(path)
+    return read_torch_file(path, verify)
 
 
-def _folder(path: Path) -> Saved:
+def _folder(path: Path, verify: bool) -> Saved:
     if (path / ".metadata").exists():
         return read_dcp(path)
     names = {each.name for each in path.iterdir()}
@@ -73,17 +74,17 @@ def _folder(path: Path) -> Saved:
         found = read_dcp(sharded[0].parent)
         states = path / "optimizer_0"
         if (states / ".metadata").exists():
-            found.optimizer = read_dcp(states, weights=False).optimizer
+            found.optimizers = read_dcp(states, weights=False).optimizers
         return replace(found, path=path, step=_trainer_step(path))
     weights = _weights_in(path, names)
     if not weights:
         raise CheckpointError(_nothing_in(path, names))
-    parts = [_file(each) for each in weights]
+    parts = [_file(each, verify) for each in weights]
     found = parts[0] if len(parts) == 1 else _merge(path, parts)
     found.path, found.step = path, _trainer_step(path) or found.step
     for name in _OPTIMIZERS:
-        if name in names and found.optimizer is None:
-            found.optimizer, notes = read_optimizer(path / name)
+        if name in names and not found.optimizers:
+            found.optimizers, notes = read_optimizer(path / name, verify)
             found.notes += notes
     return found
 
@@ -104,7 +105,7 @@ def _weights_in(path: Path, names: set[str]) -> list[Path]:
     return sorted(path / name for name in names if name.endswith(".safetensors"))
 
 
-def _read_index(path: Path) -> Saved:
+def _read_index(path: Path, verify: bool) -> Saved:
     try:
         placed = json.loads(path.read_text())["weight_map"]
         files = sorted({path.parent / name for name in placed.values()})
@@ -122,10 +123,10 @@ def _read_index(path: Path) -> Saved:
         raise CheckpointError(
             f"{path} names {inner[0]}, another index, in place of a file of tensors"
         )
-    found = _merge(path, [_file(each) for each in files])
-    if missing := [name for name in placed if name not in found.tensors]:
+    found = _merge(path, [_file(each, verify) for each in files])
+    if missing := placed.keys() - found.tensors.keys() - {*found.left_out}:
         raise CheckpointError(
-            f"{path} names {missing[0]} and {len(missing) - 1} more tensors that are in none of "
+            f"{path} names {min(missing)} and {len(missing) - 1} more tensors that are in none of "
             "its files: they are not of one checkpoint"
         )
     return found
@@ -136,8 +137,11 @@ def _merge(path: Path, parts: list[Saved]) -> Saved:
     for number, part in enumerate(parts):
         for name, each in part.tensors.items():
             tensors[f"{number}.{name}" if name in tensors else name] = each
-    notes = [note for part in parts for note in part.notes]
-    return _with_tensors(Saved(path, tensors, notes=notes, ordered=False))
+    merged = Saved(path, tensors, ordered=False)
+    for part in parts:
+        merged.notes += part.notes
+        merged.left_out += part.left_out
+    return _with_tensors(merged)
 
 
 def _with_tensors(found: Saved) -> Saved:

@@ -16,7 +16,7 @@ import torch
 
 from torch_bf16.checkpoints.files import damaged_safetensors
 
-from .saved import SavedTensor, read_numbers
+from .saved import Saved, SavedTensor, read_numbers
 
 __all__ = ["read_safetensors"]
 
@@ -26,12 +26,13 @@ _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    "U8": torch.uint8,
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
-    """The tensors of a file by name, and notes on those of a dtype that torch does not have.
+def read_safetensors(path: Path) -> Saved:
+    """The tensors of a file by name; those of a dtype that torch does not have are left out.
 
     Raises:
         CheckpointError: it is truncated, or its header is not valid.
@@ -46,7 +47,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
     try:
         header: Any = json.loads(text)
         entries = {name: each for name, each in header.items() if name != "__metadata__"}
-        found, unknown = {}, []
+        # safetensors sorts what it writes by dtype and name.
+        found = Saved(path, {}, ordered=False)
         for name, each in entries.items():
             is_complex = each["dtype"] == "C64"
             dtype = torch.float32 if is_complex else _DTYPES.get(each["dtype"])
@@ -55,7 +57,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
                 raise ValueError(f"{name} has shape {shape} and bytes {begin} to {end}")
             if dtype is None:
-                unknown.append(f"{name} is {each['dtype']}, a dtype that is unknown here: left out")
+                found.left_out.append(name)
+                found.notes.append(
+                    f"{name} is {each['dtype']}, a dtype that is unknown here: left out"
+                )
                 continue
             start = _LENGTH + length + begin
             if end - begin != prod(shape) * dtype.itemsize:
@@ -63,7 +68,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             if start + end - begin > size:
                 raise damaged_safetensors(path, f"{name} would end at byte {start + end - begin:,}")
             read = functools.partial(read_numbers, path, start, dtype)
-            found[name] = SavedTensor(shape, dtype, read, is_complex=is_complex)
+            found.tensors[name] = SavedTensor(shape, dtype, read, is_complex=is_complex)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged_safetensors(path, f"its header is not valid ({error})") from None
-    return found, unknown
+    return found

@@ -1,0 +1,121 @@
+"""What ``export`` reads of other programs' files, and what it neither reads nor writes over."""
+
+import json
+
+import pytest
+import torch
+
+import torch_bf16
+from torch_bf16 import fp32_state_dict
+from torch_bf16.checkpoints.export import export_file
+from torch_bf16.tools import cli
+
+
+def trained():
+    """A model with exact masters after a step, and its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+class Foreign:
+    """What is no tensor or number."""
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "link"])
+def test_a_checkpoint_of_several_files_is_not_written_over(given, tmp_path, capsys):
+    folder, source, out = tmp_path / "run", tmp_path / "run", str(tmp_path / "out.pt")
+    folder.mkdir()
+    model, _ = trained()
+    torch.save(model.state_dict(), folder / "pytorch_model-1.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    placed = dict.fromkeys(model.state_dict(), "pytorch_model-1.bin")
+    index.write_text(json.dumps({"weight_map": placed}))
+    if given == "index":
+        source = index
+    elif given == "link":
+        source = tmp_path / "link"
+        source.symlink_to(folder)
+    before = {each: each.read_bytes() for each in folder.iterdir()}
+    for output in map(str, before):
+        for command in (["export", str(source), output], ["doctor", str(source), "--json", output]):
+            assert cli.main(command) == 2
+            assert "and would be overwritten: give another name" in capsys.readouterr().err
+    assert {each: each.read_bytes() for each in folder.iterdir()} == before
+    assert cli.main(["export", str(source), out]) == 0
+    assert cli.main(["export", str(source), str(folder / "new.pt")]) == 0
+
+
+@pytest.mark.parametrize("key", ["net", "weights", "params", "module", None])
+def test_export_reads_what_estimate_and_doctor_read(key, tmp_path, capsys):
+    (model, optimizer), path = trained(), tmp_path / "run.pt"
+    weights = {key: model.state_dict()} if key else model.state_dict()
+    states = {"one": optimizer.state_dict()}
+    torch.save({**weights, "optimizer": states, "hyper_parameters": Foreign()}, path)
+    assert cli.main(["export", str(path), str(tmp_path / "out.pt")]) == 0
+    assert (
+        "also holds test_exported_files.Foreign; none of its code was run"
+        in capsys.readouterr().err
+    )
+    read = torch.load(tmp_path / "out.pt")
+    expected = fp32_state_dict(model, optimizer)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("given", ["an index", "a folder", "an optimizer's file"])
+def test_checksums_are_compared_in_files_of_every_place(given, tmp_path, capsys):
+    (model, optimizer), path = trained(), tmp_path / "run.pt"
+    torch.save({"model": model.state_dict()}, path)
+    target = tmp_path / "pytorch_model.bin"
+    content = optimizer.state_dict() if "optimizer" in given else model.state_dict()
+    torch.save(content, target)
+    held = optimizer.state[model[0].weight]["exp_avg"] if "optimizer" in given else model[0].weight
+    data = bytearray(target.read_bytes())
+    data[data.index(held.detach().view(torch.uint8).numpy().tobytes())] ^= 1
+    target.write_bytes(data)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(model.state_dict(), target.name)}))
+    arguments = {
+        "an index": [str(index)],
+        "a folder": [str(tmp_path)],
+        "an optimizer's file": [str(path), "--optimizer", str(target)],
+    }[given]
+    assert cli.main(["export", *arguments[:1], str(tmp_path / "out.x"), *arguments[1:]]) == 2
+    assert "pytorch_model.bin" in (err := capsys.readouterr().err)
+    assert "was cut short or damaged" in err
+
+
+@pytest.mark.parametrize("kind", ["sparse", "unknown dtype"])
+def test_weights_that_cannot_be_read_are_not_left_out_in_silence(kind, tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    torch.save({"a": torch.ones(3), "b": torch.eye(3).to_sparse()}, path)
+    if kind == "unknown dtype":
+        path = tmp_path / "run.safetensors"
+        entries = {
+            "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            "b": {"dtype": "F2", "shape": [1], "data_offsets": [4, 8]},
+        }
+        header = json.dumps(entries).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    assert cli.main(["export", str(path), str(tmp_path / "out.pt")]) == 2
+    assert "run" in (err := capsys.readouterr().err)
+    assert "holds tensors that cannot be exported: b is " in err
+    assert cli.main(["estimate", str(path)]) == 0
+    assert "b is " in capsys.readouterr().out
+
+
+def test_tied_weights_are_written_to_safetensors_under_each_name(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    whole = torch.arange(6.0).view(2, 3)
+    torch.save({"a": whole, "b": whole, "row": whole[1:], "c": whole + 1}, tmp_path / "tied.pt")
+    export_file(tmp_path / "tied.pt", tmp_path / "out.safetensors")
+    read = safetensors.load_file(tmp_path / "out.safetensors")
+    assert read.keys() == {"a", "b", "row", "c"}
+    assert torch.equal(read["b"], whole)
+    assert torch.equal(read["row"], whole[1:])
