@@ -184,7 +184,7 @@ def test_fp32_moments_beside_bf16_weights_say_that_the_file_is_a_copy(tmp_path, 
     content = torch.load(path, weights_only=True)
     content["model"] = {name: each.bfloat16() for name, each in content["model"].items()}
     torch.save(content, path)
-    assert cli.main(["doctor", str(path)]) == 0
+    assert cli.main(["doctor", str(path)]) == 3
     assert "it does not say how its weights were rounded" in capsys.readouterr().out
 
 
@@ -197,7 +197,7 @@ def test_one_checkpoint_whose_next_update_nobody_knows_clears_nobody(name, tmp_p
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, tmp_path / "run.pt")
     status, found = doctor(tmp_path / "run.pt", tmp_path / "found.json")
-    assert status == 0
+    assert (status, found["healthy"]) == (3, None)
     assert verdicts(found) == {"weight": "not judged", "bias": "not judged"}
     assert {each["lost"] for each in found["weights"]} == {None}
     assert "VERDICT: one checkpoint is not enough: it does not say what" in capsys.readouterr().out
@@ -323,8 +323,8 @@ def test_weights_that_were_fp32_are_compared_as_the_cast_left_them(tmp_path):
 
 def test_nothing_is_said_of_masters_that_cannot_be_compared(tmp_path, capsys):
     folder = of_ours(tmp_path)
-    status, _ = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
-    assert status == 0
+    status, found = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
+    assert (status, found["healthy"]) == (3, None)
     assert "VERDICT: these two checkpoints cannot tell" in capsys.readouterr().out
 
 

@@ -18,6 +18,7 @@ from .verdict import judge
 __all__ = ["add_doctor_arguments", "doctor"]
 
 _MOST = 20
+_STATUS = {True: 0, False: 1, None: 3}
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,8 @@ def doctor(options: argparse.Namespace) -> int:
     """Say whether a run has been learning.
 
     Returns:
-        The exit status: 0 if it has, 1 if weights stall or are broken.
+        The exit status: 0 if it has, 1 if weights stall or are broken, 3 if the checkpoints cannot
+        tell.
 
     Raises:
         ValueError, OSError, CheckpointError: a checkpoint cannot be used; the message says why.
@@ -60,4 +62,4 @@ def doctor(options: argparse.Namespace) -> int:
     paths = {"before": str(before.path)} if before else {}
     content = record(found, verdict, {**paths, "after": str(after.path)})
     publish(content, options.json, partial(show, most=options.most))
-    return 0 if verdict.healthy else 1
+    return _STATUS[verdict.healthy]

@@ -48,12 +48,12 @@ class Verdict:
     Attributes:
         findings: of all weights, worst first.
         sentences: for people, worst first.
-        healthy: whether nothing stalls and nothing is broken.
+        healthy: whether nothing stalls and nothing is broken; None if that cannot be told.
     """
 
     findings: list[Finding]
     sentences: list[str]
-    healthy: bool
+    healthy: bool | None
 
 
 def judge(found: Examination) -> Verdict:
@@ -77,11 +77,14 @@ def judge(found: Examination) -> Verdict:
         sentences.append(f"and {count} more weights of {len(more)} other kinds")
     bad = any(each.verdict in _BAD for each in findings)
     unchanged = found.compared and not any(each.weight.movement.moved for each in findings)
-    still = unchanged and not any(each.verdict == UNSEEN for each in findings)
-    if still:
+    unseen = unchanged and any(each.verdict == UNSEEN for each in findings)
+    if unchanged and not unseen:
         sentences.insert(0, "not one element differs: the same checkpoint twice, or nothing learns")
     sentences.append(_summary(findings, found, bad or unchanged))
-    return Verdict(findings, sentences, not bad and not still)
+    healthy = not bad and not unchanged
+    if not bad and (unseen or all(each.verdict == UNJUDGED for each in findings)):
+        healthy = None
+    return Verdict(findings, sentences, healthy)
 
 
 def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> Finding:
