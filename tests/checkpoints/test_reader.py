@@ -296,6 +296,41 @@ def test_steps_may_be_counted_in_a_tensor_of_one_element(kind, tmp_path):
     assert [float(state["step"]) for state, *_ in found.values()] == [1.0] * len(weights)
 
 
+def test_the_order_of_a_file_of_safetensors_is_not_taken_for_the_models(tmp_path):
+    model = nn.Sequential()
+    model.b, model.a = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "config.json").write_text('{"architecture": "of timm"}')
+    found, note = assign_states(open_checkpoint(tmp_path))
+    assert found == {}
+    assert "2 of 2 states of the optimizer could not be told apart" in note
+
+
+@pytest.mark.parametrize("kind", ["several by name", "under another key", "a config beside them"])
+def test_optimizers_are_found_wherever_programs_put_them(kind, tmp_path):
+    model, optimizer = trained()
+    states = optimizer.state_dict()
+    content = {
+        "several by name": {"optimizer": {"G": states, "D": states}},
+        "under another key": {"optim": states},
+        "a config beside them": {"optimizer": {"lr": 1e-3}, "optimizer_state_dict": states},
+    }[kind]
+    torch.save({"epoch": 3, "net": model.state_dict(), **content}, tmp_path / "run.pt")
+    found = open_checkpoint(tmp_path / "run.pt")
+    assert found.tensors.keys() == model.state_dict().keys()
+    assert len(found.optimizers) == (2 if kind == "several by name" else 1)
+    assert set(found.optimizers[0].names().values()) == set(model.state_dict())
+    # Nor are moments of an optimizer taken for weights, where those have no key of their own.
+    torch.save({"generator": model.state_dict(), **content}, tmp_path / "run.pt")
+    names = [f"generator.{name}" for name in model.state_dict()]
+    assert [*open_checkpoint(tmp_path / "run.pt").tensors] == names
+
+
 def test_tied_tensors_appear_once_under_their_first_name(tmp_path):
     head, other = torch.ones(3, 2), torch.ones(3, 2)
     torch.save({"embedding": head, "other": other, "head": head}, tmp_path / "tied.pt")

@@ -115,8 +115,9 @@ def test_help_is_for_a_terminal(capsys):
 
 
 def test_whole_numbers_are_read_alike_by_all_commands():
-    assert [count(text) for text in ("1", "1e3", "20.0")] == [1, 1000, 20]
-    for text in ("0", "-1", "1.9", "nan", "inf", "many", ""):
+    assert [count(text) for text in ("1", "1e3", "20.0", "1_0", "1.1k")] == [1, 1000, 20, 10, 1100]
+    assert [count(text) for text in ("1,300,000", "8B", "1e+9")] == [1300000, 8 * 10**9, 10**9]
+    for text in ("0", "-1", "1.9", "nan", "inf", "many", "", "8,5B", "1,2345", "1e999", "1e3B"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
             count(text)
 

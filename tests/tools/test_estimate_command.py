@@ -52,7 +52,10 @@ def test_a_config_may_have_another_name_than_transformers_gives_it(tmp_path, cap
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8B", 8 * 10**9), ("350M", 350 * 10**6), ("1.5b", 15 * 10**8), ("1_000", 1000), ("7", 7)],
+    [
+        *(("8B", 8 * 10**9), ("350M", 350 * 10**6), ("1.5b", 15 * 10**8), ("1_000", 1000)),
+        *(("7", 7), ("1e9", 10**9), ("1,300,000", 1300000), ("8.5B", 85 * 10**8)),
+    ],
 )
 def test_a_number_is_multiplied_by_the_bytes_of_each_recipe(text, count, capsys):
     status, found, _ = estimate(capsys, text)
@@ -196,6 +199,7 @@ def test_a_checkpoint_gives_shapes_and_its_statistics_are_no_parameters(capsys, 
 BAD = {
     "missing": ("no/such/file.json", "is not a file or folder here"),
     "hub": ("meta-llama/Llama-3.1-8B", "download its config.json first"),
+    "decimal comma": ("8,5B", "commas stand between groups of three digits"),
     "negative": ("-8B", "is not a file or folder here"),
     "zero": ("0B", "must be between 1 and"),
     "huge": ("99999999T", "must be between 1 and"),

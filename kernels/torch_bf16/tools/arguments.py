@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -21,11 +23,17 @@ __all__ = [
     "keep_inputs",
     "picture_to_write",
     "positive_number",
+    "quantity",
     "refuse",
 ]
 
 _PICTURES = (".png", ".pdf", ".svg")
 
+
+_QUANTITY = re.compile(
+    r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?)(?:(e\+?\d{1,2})|([KMBT]))?", re.IGNORECASE
+)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 _NEVER_READ = (".html", ".png", ".pdf")
 """What commands write for people, and write again beside the records that they read."""
@@ -128,13 +136,19 @@ def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:
             )
 
 
+def quantity(text: str) -> Fraction | None:
+    """A number as people write it: ``350``, ``1e9``, ``1,300,000``, ``8B``; None if it is none."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        return None
+    digits, exponent, unit = match.groups(default="")
+    return Fraction(digits.replace(",", "") + exponent) * _UNITS[unit.upper()]
+
+
 def count(text: str) -> int:
-    """The type of an argument that is a whole number of 1 or more; accepts ``1e6``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < math.inf or value != int(value):
+    """The type of an argument that is a whole number of 1 or more, as :func:`quantity` reads it."""
+    value = quantity(text)
+    if value is None or value < 1 or value.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(value)
 

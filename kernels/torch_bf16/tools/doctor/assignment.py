@@ -102,7 +102,8 @@ def _order(saved: Saved) -> Sequence[str] | None:
     from torch_bf16.tools.estimate.sources import model_shapes
 
     try:
-        names = [each.name for each in model_shapes(str(config)).weights]
+        shapes = model_shapes(str(config))
     except (ValueError, ImportError, OSError):
         return None
-    return names if set(names) <= saved.tensors.keys() else None
+    names = [each.name for each in shapes.weights if shapes.model is not None]
+    return names if names and set(names) <= saved.tensors.keys() else None

@@ -92,8 +92,8 @@ def estimate(options: argparse.Namespace) -> int:
     shapes = model_shapes(options.model)
     if options.batch is not None and shapes.model is None:
         raise ValueError(
-            f"--batch takes a step, and {shapes.source} is not a model that can: give its "
-            "config.json or module:factory"
+            f"--batch takes a step, and {shapes.source} is not a model that can: give "
+            "module:factory, or a config.json that transformers builds a model from"
         )
     rows = []
     rules = {optimizer.rule_of(each) for each in shapes.weights}

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from torch_bf16.checkpoints.reader import open_checkpoint
-from torch_bf16.errors import described
+from torch_bf16.errors import CheckpointError, described
+from torch_bf16.tools.arguments import quantity
 from torch_bf16.tools.factory import import_name, is_factory
 
 from .shapes import ModelShapes, Weight, shapes_of
@@ -26,8 +27,6 @@ KINDS = (
     "of parameters such as 8B or 350M"
 )
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST = 10**15
 _COLUMNS = 64
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -46,18 +45,19 @@ def model_shapes(text: str) -> ModelShapes:
     path = Path(text)
     if path.exists():
         return _of_path(path)
-    if match := _NUMBER.fullmatch(text.replace("_", "").replace(",", "")):
-        return _of_number(text, match)
+    if (number := quantity(text)) is not None:
+        return _of_number(text, round(number))
     if is_factory(text):
         return _of_factory(text)
     hint = f"{text!r} is not a file or folder here"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         hint += "; for a model on a hub, download its config.json first"
+    elif re.fullmatch(r"\d[\d,.]*[KMBT]?", text, re.IGNORECASE):
+        hint += " and not a number, in which commas stand between groups of three digits"
     raise ValueError(f"{hint}. MODEL is a {KINDS}")
 
 
-def _of_number(text: str, match: re.Match[str]) -> ModelShapes:
-    count = round(float(match[1]) * _UNITS[match[2].upper()])
+def _of_number(text: str, count: int) -> ModelShapes:
     if not 0 < count <= _MOST:
         raise ValueError(f"{text!r} is {count:,} parameters and must be between 1 and {_MOST:,}")
     weights = [Weight("layers.0.weight", (count // _COLUMNS, _COLUMNS))]
@@ -73,9 +73,19 @@ def _of_number(text: str, match: re.Match[str]) -> ModelShapes:
 
 def _of_path(path: Path) -> ModelShapes:
     config = path / "config.json" if path.is_dir() else path
-    if config.exists() and re.search(r"(?<!\.index)\.json$", config.name):
+    if not config.exists() or not re.search(r"(?<!\.index)\.json$", config.name):
+        return _of_checkpoint(path)
+    try:
         return _of_config(config)
-    return _of_checkpoint(path)
+    except (ValueError, ImportError) as error:
+        if config.name != "config.json":
+            raise
+        try:
+            shapes = _of_checkpoint(config.parent)
+        except CheckpointError:
+            raise error from None
+        shapes.notes.insert(0, f"shapes are those of the weights beside it: {error}")
+        return shapes
 
 
 def _of_config(path: Path) -> ModelShapes:

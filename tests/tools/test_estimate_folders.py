@@ -1,0 +1,56 @@
+"""``estimate`` of folders whose ``config.json`` builds no model: it takes the weights beside it."""
+
+import json
+
+import pytest
+import torch
+
+from torch_bf16.tools import cli
+
+
+def estimate(capsys, *arguments):
+    """The exit status, the record from standard output, and what was said beside it."""
+    status = cli.main(["estimate", *map(str, arguments), "--json", "-"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if status == 0 else None, err
+
+
+CONFIGS = {
+    "diffusers": ({"_class_name": "UNet2DModel"}, "diffusion_pytorch_model.safetensors"),
+    "timm": ({"architecture": "resnet10t"}, "model.safetensors"),
+    "code of its own": (
+        {"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}},
+        "pytorch_model.bin",
+    ),
+    "newer transformers": ({"model_type": "nonesuch"}, "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("given", ["config.json", "."])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_that_builds_no_model_leaves_the_weights_beside_it(kind, given, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    content, name = CONFIGS[kind]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    weights = {"b.weight": torch.zeros(6, 4), "a.bias": torch.zeros(6)}
+    if name.endswith(".bin"):
+        torch.save(weights, tmp_path / name)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(weights, tmp_path / name)
+    status, found, _ = estimate(capsys, tmp_path / given)
+    assert (status, found["parameters"]) == (0, 30)
+    assert found["notes"][0].startswith("shapes are those of the weights beside it: ")
+    assert str(path) in found["notes"][0]
+    status, _, err = estimate(capsys, tmp_path / given, "--batch", "8x4")
+    assert (status, "is not a model that can" in err) == (2, True)
+    path.rename(tmp_path / "other.json")
+    assert estimate(capsys, tmp_path / "other.json")[0] == 2
+
+
+def test_what_is_said_of_a_config_alone_is_why_it_builds_none(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.bin").write_text("no weights")
+    status, _, err = estimate(capsys, tmp_path)
+    assert (status, "it has no 'model_type'" in err) == (2, True)
