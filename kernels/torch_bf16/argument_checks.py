@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .errors import with_article
+
 __all__ = [
     "BACKENDS",
     "COMPUTES",
@@ -53,7 +55,7 @@ def check_module(function: str, module: Any) -> None:
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"{function} was given a {type(module).__name__} and takes a torch.nn.Module: the "
+            f"{function} was given {with_article(module)} and takes a torch.nn.Module: the "
             "model itself, not its parameters"
         )
 

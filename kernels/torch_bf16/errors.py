@@ -22,6 +22,7 @@ __all__ = [
     "prefix_errors",
     "suffix_errors",
     "version_numbers",
+    "with_article",
 ]
 
 OLDEST_TORCH = (2, 7)
@@ -80,6 +81,14 @@ def first_line(error: BaseException, message: str | None = None) -> str:
     """
     text = str(error) if message is None else message
     return (text.strip().splitlines() or [type(error).__name__])[0]
+
+
+def with_article(each: object) -> str:
+    """The name of an object's class for a message, with "a" or "an" before it."""
+    name = type(each).__name__
+    spelt = name[:2].isupper()  # SGD, RMSprop: the name of its first letter is read
+    vowel = name[0] in "AEFHILMNORSX" if spelt else name[0] in "AEIOUaeiou"
+    return f"{'an' if vowel else 'a'} {name}"
 
 
 def described(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from .argument_checks import check_backend, check_module
 from .engine.wrappers import held_optimizers
+from .errors import with_article
 from .foreign.advice import refusal_of_holder
 from .foreign.convert import convert
 from .foreign.convertible import Conversion, check_conversion, check_roles, check_same
@@ -74,6 +75,12 @@ def prepare(
     recipe = get_recipe(recipe)
     check_module("prepare", model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers or len({*map(id, optimizers)}) < len(optimizers):
+        raise ValueError(
+            f"prepare was given {'one optimizer twice' if optimizers else 'no optimizer'}; pass "
+            "each optimizer that trains the model once. cast_model(model, recipe) casts a model "
+            "alone. Nothing was changed"
+        )
     check_roles(roles)
     # Includes parameters that came in fp16: the cast widens them.
     in_fp32 = {id(parameter) for parameter in fp32_parameters(model, recipe).values()}
@@ -108,7 +115,7 @@ def prepare(
     for each in optimizers:
         if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"]):
             raise ValueError(
-                f"prepare was given a {type(model).__name__} and a {type(each).__name__} that has "
+                f"prepare was given {with_article(model)} and {with_article(each)} that has "
                 "none of its parameters, so that nothing would train it; make the optimizer of "
                 "model.parameters(). Nothing was changed"
             )

@@ -331,7 +331,7 @@ def test_the_masters_of_all_optimizers_are_kept_however_they_are_wrapped():
     found = fp32_state_dict(model, one, Around(Around(other)))
     assert not torch.equal(exact["2.weight"], model[2].weight.float())
     assert all(torch.equal(found[name], exact[name]) for name in exact)
-    with pytest.raises(ValueError, match=r"fp32_state_dict was given a SGD, .*by a recipe"):
+    with pytest.raises(ValueError, match=r"fp32_state_dict was given an SGD, .*by a recipe"):
         fp32_state_dict(model, torch.optim.SGD(model.parameters()))
 
 

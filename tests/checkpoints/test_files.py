@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 
 import pytest
 import torch
@@ -136,7 +137,9 @@ def flipped(data, place, bit):
     return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
 
-@pytest.mark.parametrize("what", ["empty", "text", "a tensor", "other model", "half a model"])
+@pytest.mark.parametrize(
+    "what", ["empty", "text", "a tensor", "a module", "other model", "half a model"]
+)
 def test_a_foreign_file_is_refused_and_nothing_changes(run, what, tmp_path):
     path, (model, optimizer) = tmp_path / "foreign.pt", run
     before = faults.digest(model, optimizer)
@@ -148,6 +151,11 @@ def test_a_foreign_file_is_refused_and_nothing_changes(run, what, tmp_path):
     elif what == "a tensor":
         torch.save(torch.ones(3), path)
         match = "holds a Tensor and no parts with names"
+    elif what == "a module":
+        torch.save({"model": model}, path)
+        match = (
+            r"holds .*torch.nn.modules.linear.Linear.*if you trust its source.*weights_only=False"
+        )
     elif what == "other model":
         other = torch.nn.Linear(3, 2)
         save_checkpoint(path, model=other, optimizer=torch.optim.SGD(other.parameters()))
@@ -231,8 +239,12 @@ def test_what_cannot_be_loaded_again_is_not_written(run, tmp_path):
     path = tmp_path / "run.pt"
     save_checkpoint(path, step=1)
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match=r"run.pt was not written, because weights_only=True"):
-        save_checkpoint(path, model=run[0], odd=random.Random(1))
+    for odd, name in ((random.Random(1), "random.Random"), (Namespace(a=1), "argparse.Namespace")):
+        match = (
+            rf"run.pt was not written, because weights_only=True .*again: it holds {name}\. Pass"
+        )
+        with pytest.raises(CheckpointError, match=match):
+            save_checkpoint(path, model=run[0], odd=odd)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["run.pt"]
 

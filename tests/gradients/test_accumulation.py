@@ -289,7 +289,7 @@ def test_what_is_asked_wrongly_is_refused():
         ValueError, match="'fp16' is unknown; use one of bf16_nearest, bf16_stochastic"
     ):
         torch_bf16.accumulate_gradients(model, optimizer, "fp16")
-    with pytest.raises(ValueError, match=r"accumulate_gradients was given a SGD, .*by a recipe"):
+    with pytest.raises(ValueError, match=r"accumulate_gradients was given an SGD, .*by a recipe"):
         torch_bf16.accumulate_gradients(model, torch.optim.SGD(model.parameters()), "fp32")
     with pytest.raises(
         ValueError, match="accumulate='fp16' is not a format for a sum of gradients"

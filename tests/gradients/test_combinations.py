@@ -188,13 +188,23 @@ def test_what_has_no_gradient_to_clip_is_named(make):
             clip(make(model, optimizer))
     for clip in (torch_bf16.total_norm, lambda given: torch_bf16.clip_grad_norm_(given, 1.0)):
         with pytest.raises(
-            ValueError, match=r"of a SGD were asked for.* clip_next_step\(optimizer"
+            ValueError, match=r"of an SGD were asked for.* clip_next_step\(optimizer"
         ):
             clip(optimizer)
     with pytest.raises(ValueError, match="given a Linear for an optimizer; give those that take"):
         torch_bf16.clip_next_step(nn.Linear(2, 2), 1.0)
     with pytest.raises(ValueError, match="max_norm='a' must be a number"):
         torch_bf16.clip_next_step(optimizer, "a")
+    with pytest.raises(ValueError, match=r"norm_type=inf was asked for, .* the 2-norm only"):
+        torch_bf16.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+
+
+def test_clip_grad_norm_takes_the_arguments_of_torchs():
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    norm = torch_bf16.clip_grad_norm_([parameter], 1.0, 2, True, foreach=False)
+    assert norm == 2.0
+    assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):

@@ -1,6 +1,7 @@
 """Steps inside the backward pass: the bits of ordinary ones, and no gradient that stays."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -150,6 +151,22 @@ def test_remove_returns_to_ordinary_steps_with_the_same_bits():
     assert same(plain, changing)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_model_may_be_copied_and_averaged_and_its_copy_takes_ordinary_steps(copied):
+    model, optimizer = setup()
+    torch_bf16.release_gradients(model, optimizer)
+    train(model, optimizer, range(2))
+    twin, its_optimizer = copied((model, optimizer))
+    assert torch_bf16.EMA(model, 0.9).module is not model
+    train(model, optimizer, range(2, 4))
+    backward(twin, 2)
+    assert all(p.grad is not None for p in twin.parameters())
+    its_optimizer.step()
+    its_optimizer.zero_grad()
+    train(twin, its_optimizer, range(3, 4))
+    assert same((model, optimizer), (twin, its_optimizer))
+
+
 def test_the_step_counts_and_takes_what_came_by_another_way():
     model, optimizer = setup()
     torch_bf16.release_gradients(model, optimizer)
@@ -259,7 +276,7 @@ def test_what_cannot_work_is_refused_with_what_does():
 
 def test_what_cannot_be_released_is_refused():
     model, optimizer = setup()
-    with pytest.raises(ValueError, match=r"release_gradients was given a SGD, .*by a recipe"):
+    with pytest.raises(ValueError, match=r"release_gradients was given an SGD, .*by a recipe"):
         torch_bf16.release_gradients(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match="norm='global' is unknown; use one of parameter, last"):
         torch_bf16.release_gradients(model, optimizer, max_norm=1.0, norm="global")

@@ -81,5 +81,5 @@ def test_an_optimizer_inside_a_wrapper_of_a_host_is_found():
 
 def test_an_optimizer_without_a_recipe_is_refused_by_name():
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"setup_gradients was given a SGD, .*by a recipe"):
+    with pytest.raises(ValueError, match=r"setup_gradients was given an SGD, .*by a recipe"):
         torch_bf16.setup_gradients(model, torch.optim.SGD(model.parameters()))

@@ -247,6 +247,11 @@ def test_only_modules_are_cast():
         cast_model(torch.ones(3))
 
 
+def test_a_pattern_that_fits_nothing_names_what_there_is():
+    with pytest.raises(ValueError, match=r"keep_fp32='head' matches .*; its parameters are weight"):
+        cast_model(nn.Linear(3, 3), torch_bf16.Recipe(keep_fp32=("head",)))
+
+
 class Quantised(nn.Parameter):
     """Pretends to be fp32 and is not, as quantised weights of other libraries do."""
 

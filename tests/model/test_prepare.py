@@ -201,9 +201,12 @@ class Closed(torch.optim.LBFGS):
         (lambda p: torch.optim.AdamW, ValueError, "not type: make it first, for example torch"),
         (lambda p: None, ValueError, "prepare takes an optimizer or a sequence of them, not None"),
         (lambda p: [p], ValueError, "a sequence of them, not list"),
+        (lambda p: p, ValueError, "a sequence of them, not Parameter"),
+        (lambda p: [], ValueError, "given no optimizer; pass each"),
+        (lambda p: [torch.optim.SGD(p)] * 2, ValueError, "given one optimizer twice; pass each"),
         (Closed, NotImplementedError, "Closed"),
     ],
-    ids=["class", "none", "parameters", "closure"],
+    ids=["class", "none", "groups", "parameters", "nothing", "twice", "closure"],
 )
 def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, match):
     model = network()

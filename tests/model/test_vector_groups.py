@@ -19,6 +19,11 @@ def shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[p.ndim for p in group["params"]] for group in optimizer.param_groups]
 
 
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(ValueError, match="separate_vectors takes an optimizer, not a Sequential"):
+        torch_bf16.separate_vectors(model())
+
+
 def test_mixed_groups_are_cut_in_two_and_others_stay():
     module = model()
     groups = [

@@ -48,7 +48,7 @@ LINEAR = nn.Linear(4, 4)
         ),
         (
             lambda: torch_bf16.fp32_optimizer_state_dict(torch.optim.SGD(LINEAR.parameters())),
-            "fp32_optimizer_state_dict was given a SGD, which does not store its numbers",
+            "fp32_optimizer_state_dict was given an SGD, which does not store its numbers",
         ),
         (lambda: Recipe(keep_fp32=3), "keep_fp32=3 must be a tuple of module name patterns"),
         (lambda: Recipe(name=3), "name=3 must be a string"),

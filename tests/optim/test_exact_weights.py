@@ -197,8 +197,24 @@ def test_what_cannot_be_put_back_is_refused():
         optimizer.set_exact_weight(nn.Parameter(torch.ones(4)), torch.ones(4))
     assert torch.equal(optimizer.exact_weight(model.weight), before)
     plain = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match=r"exact_weights was given a SGD, .*by a recipe"):
+    with pytest.raises(ValueError, match=r"exact_weights was given an SGD, .*by a recipe"):
         torch_bf16.exact_weights(model, plain).__enter__()
+
+
+@pytest.mark.parametrize("edit", [lambda w: w.update(other=w["bias"]), lambda w: w.pop("weight")])
+def test_names_that_the_model_does_not_have_and_names_that_are_gone_are_refused(edit):
+    model, optimizer = make("bf16-fp32-master")
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def rename():
+        with torch_bf16.exact_weights(model, optimizer) as weights:
+            for weight in weights.values():
+                weight *= 2
+            edit(weights)
+
+    with pytest.raises(ValueError, match=r"not those of the Linear, or lacks some: (other|weight)"):
+        rename()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["bias", "extra"])

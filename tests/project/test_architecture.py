@@ -17,7 +17,8 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 # Each row may import the rows above it. Names within one row do not know each other, but a package
 # is one name: its files may import one another. There are at most twelve rows.
 LAYERS = (
-    ("errors", "argument_checks", "numerics", "rules", "torch_patches"),
+    ("errors", "numerics", "rules", "torch_patches"),
+    ("argument_checks",),
     ("sharding", "formats"),
     ("recipe", "backends"),
     ("engine", "environment"),

@@ -213,7 +213,7 @@ def run_refusals():
     torch_bf16.reduce_gradients(wired, optimizer)
     with pytest.raises(ValueError, match="that of reduce='bf16_wire': leave it out, or"):
         torch_bf16.accumulate_gradients(wired, optimizer, "fp32")
-    with pytest.raises(ValueError, match=r"reduce_gradients was given a SGD, .*by a recipe"):
+    with pytest.raises(ValueError, match=r"reduce_gradients was given an SGD, .*by a recipe"):
         torch_bf16.reduce_gradients(wired, torch.optim.SGD(wired.parameters(), lr=0.1))
     options = {"use_orig_params": True, "device_id": cpu}
     no_shard = FullyShardedDataParallel(

@@ -109,5 +109,9 @@ def test_describe_takes_one_converted_optimizer_or_a_recipe_and_says_so():
         )
         with pytest.raises(ValueError, match=match):
             torch_bf16.describe(model, wrong)
+    with pytest.raises(
+        ValueError, match=r"describe was given an AdamW and takes a torch.nn.Module"
+    ):
+        torch_bf16.describe(optimizer, model)
     with pytest.raises(ValueError, match="unknown recipe 'fp8'"):
         torch_bf16.describe(model, "fp8")

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from torch_bf16.errors import with_article
+
 __all__ = ["KernelInputs", "ScalarRows", "StepInputs"]
 
 
@@ -85,7 +87,7 @@ class KernelInputs(NamedTuple):
         for each, address in zip(self.gradients, addresses, strict=True):
             if each is not None and not address and each.numel():
                 raise ValueError(
-                    f"a gradient is a {type(each).__name__} of shape {tuple(each.shape)}, which "
+                    f"a gradient is {with_article(each)} of shape {tuple(each.shape)}, which "
                     "has no memory of its own that a kernel could read. Replace it with a plain "
                     "tensor, or train with backend='eager'"
                 )

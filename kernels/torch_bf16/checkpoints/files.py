@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
-from torch_bf16.errors import CheckpointError, first_line
+from torch_bf16.errors import CheckpointError, first_line, with_article
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import is_incomplete
 from torch_bf16.states.schema import HEADER
@@ -188,6 +188,13 @@ def read_file(path: Path) -> dict[str, Any]:
             content = torch.load(file, map_location="cpu", weights_only=True)
         # zipfile and torch raise almost anything over damaged bytes.
         except Exception as error:
+            if kinds := _foreign_kinds(file):
+                raise CheckpointError(
+                    f"{path} holds {kinds}, which weights_only=True does not load, because files "
+                    "can run code that way. Save tensors, numbers, text and containers of them, "
+                    "such as model.state_dict(); or, if you trust its source, read it with "
+                    "torch.load(path, weights_only=False). Nothing was changed"
+                ) from error
             raise CheckpointError(
                 f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is not a "
                 "file that torch.save made of tensors, numbers, text and containers of them: "
@@ -195,7 +202,7 @@ def read_file(path: Path) -> dict[str, Any]:
             ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__} and no parts with names. Read it with "
+            f"{path} holds {with_article(content)} and no parts with names. Read it with "
             "torch.load(path, weights_only=True). Nothing was changed"
         )
     return content
@@ -217,10 +224,23 @@ def _check_loads(partial: Path, path: Path) -> None:
         # Storages are mapped, not read: this unpickles only the structure.
         torch.load(partial, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
+        with partial.open("rb") as file:
+            kinds = _foreign_kinds(file)
+        why = f"it holds {kinds}" if kinds else first_line(error).rstrip(".")
         raise CheckpointError(
-            f"{path} was not written, because weights_only=True could not load it again: "
-            f"{first_line(error)} Pass tensors, numbers, text and containers of them"
+            f"{path} was not written, because weights_only=True could not load it again: {why}. "
+            "Pass tensors, numbers of Python, text and containers of them, for example vars(args), "
+            "float(best) or str(path)"
         ) from error
+
+
+def _foreign_kinds(file: Any) -> str:
+    """What a file holds that ``weights_only=True`` refuses, by name; empty if that is not known."""
+    try:
+        file.seek(0)
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+    except Exception:
+        return ""
 
 
 def _check_fits(module: nn.Module, state: Any, label: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from torch_bf16.errors import with_article
+
 from .engine import engine_of
 
 __all__ = ["held_optimizers", "optimizer_for", "optimizers_in", "unwrap"]
@@ -93,7 +95,7 @@ def optimizer_for(function: str, optimizer: Any) -> Any:
     ours = unwrap(optimizer)
     if ours is None:
         raise ValueError(
-            f"{function} was given a {type(optimizer).__name__}, which does not store its numbers "
+            f"{function} was given {with_article(optimizer)}, which does not store its numbers "
             "by a recipe; pass an optimizer of torch_bf16, or one that convert(), prepare() or a "
             "host's precision mode has converted"
         )

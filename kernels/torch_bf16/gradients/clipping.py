@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending
+from torch_bf16.errors import with_article
 from torch_bf16.sharding import gradients_of, local
 
 from .hooked_parameters import released
@@ -28,11 +29,11 @@ __all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "refuse_released",
 
 
 _NO_PARAMETER = (
-    "gradients of a {} were asked for; give parameters, for example model.parameters(). "
+    "gradients of {} were asked for; give parameters, for example model.parameters(). "
     "clip_next_step(optimizer, max_norm) clips those of an optimizer"
 )
 _NO_OPTIMIZER = (
-    "clip_next_step was given a {} for an optimizer; give those that take the step, and what they "
+    "clip_next_step was given {} for an optimizer; give those that take the step, and what they "
     "clip as parameters="
 )
 
@@ -103,23 +104,29 @@ def pending_of(optimizer: Optimizer) -> Pending | None:
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale gradients in place to a 2-norm of at most ``max_norm``, all of them together.
 
-    ``torch.nn.utils.clip_grad_norm_`` with the norm of :func:`total_norm`. If an optimizer of this
-    package takes the step, :func:`clip_next_step` saves the pass that writes.
+    ``torch.nn.utils.clip_grad_norm_``, with its signature and the norm of :func:`total_norm`. If an
+    optimizer of this package takes the step, :func:`clip_next_step` saves the pass that writes.
 
     Args:
         parameters: parameters without a gradient are skipped.
         max_norm: the largest norm that is left alone.
+        norm_type: 2; others are refused.
         error_if_nonfinite: raise if the norm is not finite; that waits for the device.
+        foreach: without effect, as all gradients of a device are scaled together.
 
     Returns:
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: a gradient is sparse, or an optimizer was passed.
+        ValueError: a gradient is sparse, an optimizer was passed, or ``norm_type`` is not 2.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
@@ -127,6 +134,11 @@ def clip_grad_norm_(
         >>> norm = torch_bf16.clip_grad_norm_(model.parameters(), 1.0)
     """
     _check_clip_norm(max_norm)
+    if norm_type != 2:
+        raise ValueError(
+            f"norm_type={norm_type!r} was asked for, and clip_grad_norm_ computes the 2-norm only; "
+            "torch.nn.utils.clip_grad_norm_ computes others, in the gradients' dtype"
+        )
     parameters = _as_list(parameters)
     norm = _norm(parameters)
     _scale(parameters, _coefficient(norm, max_norm, error_if_nonfinite))
@@ -280,5 +292,5 @@ def _as_list(argument: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -
     # An object that is passed twice counts once.
     several = [argument] if alone else [*{id(each): each for each in argument}.values()]
     if wrong := [each for each in several if not isinstance(each, kind)]:
-        raise ValueError(message.format(type(wrong[0]).__name__))
+        raise ValueError(message.format(with_article(wrong[0])))
     return several

@@ -42,6 +42,20 @@ class _Pass(Waiting):
         self.emptied: list[Tensor] = []
 
 
+class _Look:
+    """The hook on a model: nothing in its copies, whose gradients are not released."""
+
+    def __init__(self, steps: ReleasedSteps | None = None) -> None:
+        self._steps = steps
+
+    def __reduce__(self) -> Any:
+        return _Look, ()
+
+    def __call__(self, *_: Any) -> None:
+        if self._steps is not None:
+            self._steps.look_around()
+
+
 class ReleasedSteps:
     """A handle on released gradients; see :func:`torch_bf16.release_gradients`.
 
@@ -79,7 +93,7 @@ class ReleasedSteps:
             for each in model.modules():
                 if isinstance(each, DistributedDataParallel):
                     self._follow(each)
-            self._module_hook = model.register_forward_pre_hook(self._look_around)
+            self._module_hook = model.register_forward_pre_hook(_Look(self))
         self.hook_parameters()
         engine.release = self
 
@@ -202,8 +216,8 @@ class ReleasedSteps:
         self._buckets: dict[tuple[int, ...], Group] = {}
         self._left = Group()
 
-    def _look_around(self, *_: Any) -> None:
-        # In case DDP has wrapped the model after the release.
+    def look_around(self) -> None:
+        """Follow the DDP module that runs the model, which may have been wrapped afterwards."""
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if wrapper is not None and wrapper not in self._reduced:
             self._follow(wrapper)

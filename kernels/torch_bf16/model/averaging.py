@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.batch import Batch, Task, alike
+from torch_bf16.errors import with_article
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
 from torch_bf16.sharding import Span, any_flattened, local, missing_memory, shard_of
@@ -202,7 +203,7 @@ class EMA(AveragedModel):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
         if any_flattened(model.parameters()):
             raise NotImplementedError(
-                f"EMA was given a {type(model).__name__} inside FullyShardedDataParallel (FSDP1), "
+                f"EMA was given {with_article(model)} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         _refuse(model.parameters())

@@ -291,10 +291,12 @@ def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.P
             parameters = [p for name, p in named if fnmatchcase(name, key)]
         if not matches and not parameters:
             known = [name for name, _ in modules if name]
+            what = "modules" if known else "parameters"
+            known = known or [name for name, _ in named]
             shown = known if len(known) <= 20 else [*known[:20], "..."]
             raise ValueError(
                 f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
-                f"parameters; its modules are {', '.join(shown)}"
+                f"parameters; its {what} are {', '.join(shown)}"
             )
         in_fp32 += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torch_bf16.engine.engine import engine_of
+from torch_bf16.errors import with_article
 from torch_bf16.sharding import shard_of
 
 __all__ = ["separate_vectors"]
@@ -45,6 +46,11 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
         >>> [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
         [[(4, 4)], [(4,)]]
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"separate_vectors takes an optimizer, not {with_article(optimizer)}. Nothing was "
+            "changed"
+        )
     groups, engine = optimizer.param_groups, engine_of(optimizer)
     if engine is not None and optimizer.recipe.vectors == "like_matrices":  # pyright: ignore[reportAttributeAccessIssue]
         return False

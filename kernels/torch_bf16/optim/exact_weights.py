@@ -145,8 +145,8 @@ def exact_weights(
         written back.
 
     Raises:
-        ValueError: an optimizer is not one of this package, or a new value does not fit its
-            parameter; nothing has been changed.
+        ValueError: an optimizer is not one of this package, a key was added or deleted, or a new
+            value does not fit its parameter; nothing has been changed.
 
     Example:
         >>> others = {name: p.detach().float() for name, p in model.named_parameters()}
@@ -167,6 +167,13 @@ def exact_weights(
         }
         yield weights
         # Check all of them before writing the first one.
+        if weights.keys() != named.keys():
+            odd = sorted(weights.keys() ^ named.keys())
+            raise ValueError(
+                f"exact_weights was given names that are not those of the {type(model).__name__}, "
+                f"or lacks some: {', '.join(odd[:4])}{', ...' if odd[4:] else ''}. Its keys are "
+                "the names of model.named_parameters(). Nothing was changed"
+            )
         for name, parameter in named.items():
             if parameter in owners:
                 _check_value(*owners[parameter], parameter, weights[name])

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from torch_bf16.errors import with_article
+
 __all__ = ["FLAGS", "check_engine", "deepspeed_config"]
 
 FLAGS = {
@@ -176,7 +178,7 @@ def check_engine(engine: Any) -> Any:
         )
     if type(zero).__name__ not in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         raise NotImplementedError(
-            f"attach was given an engine whose optimizer is a {type(zero).__name__}, which keeps "
+            f"attach was given an engine whose optimizer is {with_article(zero)}, which keeps "
             f"masters of its own or none: write {_SECTIONS} and "
             f'"{_ZERO}": {{"stage": 1}}, 2 or 3'
         )

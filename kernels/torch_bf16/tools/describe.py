@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import choose
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.foreign.optimizer import ForeignOptimizer
@@ -95,7 +96,10 @@ def describe(
         >>> found.parameters, found.bytes_by_role["gradients"]
         ({'bfloat16': 4160}, 2.0)
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = [model] if isinstance(model, nn.Module) else model
+    models = [*models] if isinstance(models, Iterable) else [models]
+    for each in models:
+        check_module("describe", each)
     parameters = list({id(p): p for each in models for p in each.parameters()}.values())
     rules: dict[Tensor, Rule] = {}
     backend, released, largest, recipe = None, False, 0.0, optimizer_or_recipe

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.errors import described
+from torch_bf16.errors import described, with_article
 
 __all__ = [
     "CONTRACT",
@@ -147,7 +147,7 @@ def training_of(text: str) -> Training:
     """
     factory = import_name(text)
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise ValueError(f"{text!r} is a {type(factory).__name__}, and must be {CONTRACT}")
+        raise ValueError(f"{text!r} is {with_article(factory)}, and must be {CONTRACT}")
     try:
         returned: Any = factory()
     # A user's code may raise anything, and a script's main function may end the process.
@@ -159,14 +159,14 @@ def training_of(text: str) -> Training:
         raise ValueError(f"{text}() returned {found}; it must be {CONTRACT}")
     model, batches, optimizer = (*returned, None)[:3]
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{text}() returned a {type(model).__name__} as the model, its first item")
+        raise ValueError(f"{text}() returned {with_article(model)} as the model, its first item")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, Tensor)):
         raise ValueError(
-            f"{text}() returned a {type(batches).__name__} as the batches, which must be a list, a "
+            f"{text}() returned {with_article(batches)} as the batches, which must be a list, a "
             "DataLoader or another iterable of them"
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"{text}() returned a {type(optimizer).__name__} as the optimizer")
+        raise ValueError(f"{text}() returned {with_article(optimizer)} as the optimizer")
     return Training(model, batches, optimizer, text)
 
 
@@ -191,7 +191,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             what = "that depends on no trainable parameter"
         raise ValueError(
-            f"{type(model).__name__} returned a {type(found).__name__} {what}; model(batch), "
+            f"{type(model).__name__} returned {with_article(found)} {what}; model(batch), "
             "model(*batch) or model(**batch) must return one number to minimise, or an output with "
             "that number as its loss"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.checkpoints.files import check_complete, check_records, first_keys
-from torch_bf16.errors import CheckpointError, first_line
+from torch_bf16.errors import CheckpointError, first_line, with_article
 from torch_bf16.sharding import as_real, is_dtensor, local
 from torch_bf16.states.views import MASTERS
 
@@ -41,7 +41,7 @@ def read_torch_file(path: Path, verify: bool) -> Saved:
     """
     content, notes = _load(path, verify)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} holds {with_article(content)}, not tensors by name")
     saved = Saved(path, {}, notes=notes)
     parts = (content[key] for key in WEIGHTS if isinstance(content.get(key), Mapping))
     held = {key: each for key in STATES if not isinstance(each := content.get(key), Tensor)}

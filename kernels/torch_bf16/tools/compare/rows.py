@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from torch_bf16.errors import described
+from torch_bf16.errors import described, with_article
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 from torch_bf16.tools.factory import class_and_options, import_name
@@ -66,7 +66,7 @@ class Choice:
         except Exception as error:
             raise ValueError(f"{self.text} cannot be made: {described(error)}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"{self.text} made a {type(optimizer).__name__}, not an optimizer")
+            raise ValueError(f"{self.text} made {with_article(optimizer)}, not an optimizer")
         return optimizer
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_bf16.checkpoints.reader import open_checkpoint
-from torch_bf16.errors import CheckpointError, described
+from torch_bf16.errors import CheckpointError, described, with_article
 from torch_bf16.tools.arguments import quantity
 from torch_bf16.tools.factory import import_name, is_factory
 
@@ -156,9 +156,7 @@ def _of_factory(text: str) -> ModelShapes:
     model = import_name(text)
     if not isinstance(model, nn.Module):
         if not callable(model):
-            raise ValueError(
-                f"{text!r} is a {type(model).__name__}, and no module or factory of one"
-            )
+            raise ValueError(f"{text!r} is {with_article(model)}, and no module or factory of one")
         try:
             with torch.device("meta"):
                 model = model()
@@ -173,7 +171,7 @@ def _of_factory(text: str) -> ModelShapes:
     if isinstance(model, (tuple, list)) and model:
         model = model[0]
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{text}() returned a {type(model).__name__}, not a torch.nn.Module")
+        raise ValueError(f"{text}() returned {with_article(model)}, not a torch.nn.Module")
     return shapes_of(model, text)
 
 

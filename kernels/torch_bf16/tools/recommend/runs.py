@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from torch_bf16.errors import described
+from torch_bf16.errors import described, with_article
 from torch_bf16.tools.factory import CONTRACT, Training, backward, is_factory, loss_of, training_of
 
 from .observation import Observation, Observer
@@ -82,7 +82,7 @@ def _of_factory(
     trained_ids = {id(p) for p in trained}
     if trained_ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            f"{text}() returned a {type(optimizer).__name__} that has none of the model's "
+            f"{text}() returned {with_article(optimizer)} that has none of the model's "
             "trainable parameters"
         )
     model.train()
