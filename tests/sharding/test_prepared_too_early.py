@@ -13,8 +13,8 @@ import torch_bf16
 from torch_bf16 import StateMismatchError
 
 REFUSED = (
-    r"no parameter of this \w+ has a gradient, .*were replaced, as fully_shard does.*"
-    r"call prepare\(\) or convert\(\) after fully_shard\(\)\. Nothing was updated"
+    r"no parameter of this \w+ has a gradient, .*were replaced, as fully_shard, to_empty and.*"
+    r"call prepare\(\) or convert\(\) then\. Nothing was updated"
 )
 
 
@@ -120,3 +120,13 @@ def test_a_step_without_any_gradient_is_none():
     model.weight.requires_grad_(False)
     optimizer.step()
     assert not optimizer.state
+
+
+def test_weights_that_are_assigned_after_prepare_are_refused_by_the_step():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    with pytest.raises(StateMismatchError, match=REFUSED):
+        optimizer.step()
