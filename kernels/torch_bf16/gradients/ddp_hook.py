@@ -21,6 +21,10 @@ class Reducer:
     def __init__(self, module: DistributedDataParallel) -> None:
         self._group: Any = module.process_group
 
+    def __reduce__(self) -> Any:
+        # A process group cannot be copied, and DDP gives a copy of a module no hook.
+        return _blank, (type(self),)
+
     def register(self, module: DistributedDataParallel) -> None:
         """Reduce the buckets of a module that has no hook yet."""
         module.register_comm_hook(self, _reduce)
@@ -43,8 +47,13 @@ def hook_holder(module: DistributedDataParallel) -> str | None:
 
 
 def _hook_of(module: DistributedDataParallel) -> tuple[Any, Any]:
-    hooks = getattr(module, "_comm_hooks", None)
-    return hooks[0] if hooks else (None, None)
+    hook, state = (getattr(module, "_comm_hooks", None) or [(None, None)])[0]
+    copied = isinstance(state, Reducer) and not vars(state)
+    return (None, None) if copied else (hook, state)
+
+
+def _blank(kind: type[Reducer]) -> Reducer:
+    return kind.__new__(kind)
 
 
 # DDP compares annotations with its own types, and these would be strings here.
