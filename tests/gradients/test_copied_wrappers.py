@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import torch_bf16
 
-
 FP32_SUMS = pytest.mark.skipif(
     not hasattr(torch.Tensor, "grad_dtype"), reason="fp32 gradients need torch 2.10"
 )
