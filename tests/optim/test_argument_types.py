@@ -7,6 +7,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.errors import with_article
 
 LINEAR = nn.Linear(4, 4)
 
@@ -69,3 +70,12 @@ LINEAR = nn.Linear(4, 4)
 def test_arguments_of_another_type_are_told_from_good_ones(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("AdamW", "an AdamW"), ("SGD", "an SGD"), ("RMSprop", "an RMSprop"), ("int", "an int")]
+    + [("Linear", "a Linear"), ("NoneType", "a NoneType"), ("GPT", "a GPT"), ("UNet", "a UNet")],
+)
+def test_messages_put_the_article_before_a_class_that_is_spoken(name, said):
+    assert with_article(type(name, (), {})()) == said

@@ -104,7 +104,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("flags", '"bf16_master_weights_and_grads": true'),
         ("fp32 sums", '"grad_accum_dtype": "fp32" (in data_types)'),
         ("no ZeRO", "zero_optimization.stage is 0"),
-        ("torch", "found a AdamW"),
+        ("torch", "found an AdamW"),
         ("mixed", "torch_bf16.separate_vectors(optimizer)"),
         ("int8", "int8 moments cannot be kept under DeepSpeed"),
         ("keep_fp32", "keep_fp32=('1',)"),

@@ -145,14 +145,14 @@ def test_a_factory_with_an_optimizer_takes_no_other(capsys):
 BAD = {
     "raises": "RuntimeError: no data today",
     "model_alone": "returned Net",
-    "three_numbers": "returned a int as the model",
+    "three_numbers": "returned an int as the model",
     "no_batches": "the batches are empty",
     "few_batches": "ended after 3 batches",
     "lowered": "returned a model with weights in torch.bfloat16; return it in fp32",
     "frozen": "returned a model without trainable parameters",
     "wrong_batch": "failed on a batch",
     "no_loss": "returned a Tensor of shape (4, 1)",
-    "number": "is a int",
+    "number": "is an int",
     "nothing": "names nothing",
 }
 

@@ -205,7 +205,7 @@ BAD = {
     "huge": ("99999999T", "must be between 1 and"),
     "no module": ("no_such_module:make", "cannot be imported from"),
     "no name": ("mine_to_estimate:other", "names nothing"),
-    "no factory": ("mine_to_estimate:number", "is a int, and no module or factory"),
+    "no factory": ("mine_to_estimate:number", "is an int, and no module or factory"),
     "reads numbers": ("mine_to_estimate:reads", "failed on the meta device"),
     "exits": ("sys:exit", "failed on the meta device"),
     "no module made": ("mine_to_estimate:nothing", "returned a NoneType"),

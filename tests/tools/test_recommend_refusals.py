@@ -48,14 +48,14 @@ def test_a_refusal_is_not_swallowed_by_the_script(capsys, here):
 
 FACTORY_SAID = {
     "no_such_name": "names nothing",
-    "number": "is a int, and must be a function without arguments that returns",
+    "number": "is an int, and must be a function without arguments that returns",
     "nothing": "returned NoneType",
     "four": "returned 4 things",
     "raises": "failed: RuntimeError: no data here",
     "exits": "failed: SystemExit: usage",
     "no_model": "returned a str as the model",
-    "no_batches": "returned a int as the batches",
-    "no_optimizer": "returned a int as the optimizer",
+    "no_batches": "returned an int as the batches",
+    "no_optimizer": "returned an int as the optimizer",
     "empty": "the batches are empty",
     "iterator": "ended after 3 batches: return a list or a DataLoader",
     "frozen": "a model without trainable parameters",

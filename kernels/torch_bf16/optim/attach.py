@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_bf16.engine.member import formats_of
+from torch_bf16.errors import with_article
 from torch_bf16.rules import ITERATE, STORE
 from torch_bf16.sharding import (
     alias_masters,
@@ -79,9 +80,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name, convert = type(optimizer).__name__, "torch_bf16.convert(optimizer, recipe, model=model)"
     if not isinstance(optimizer, BF16Optimizer):
         raise ValueError(
-            f"attach found a {name} inside DeepSpeed's engine, which is not one of torch_bf16: "
-            f"give deepspeed.initialize(optimizer=...) torch_bf16.AdamW(...), or call {convert} "
-            "before it"
+            f"attach found {with_article(optimizer)} inside DeepSpeed's engine, which is not one of "
+            f"torch_bf16: give deepspeed.initialize(optimizer=...) torch_bf16.AdamW(...), or call "
+            f"{convert} before it"
         )
     recipe = optimizer.recipe
     rules = [optimizer.rule_of_group(group) for group in optimizer.param_groups]
