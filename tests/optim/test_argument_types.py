@@ -74,8 +74,16 @@ def test_arguments_of_another_type_are_told_from_good_ones(call, match):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("AdamW", "an AdamW"), ("SGD", "an SGD"), ("RMSprop", "an RMSprop"), ("int", "an int")]
-    + [("Linear", "a Linear"), ("NoneType", "a NoneType"), ("GPT", "a GPT"), ("UNet", "a UNet")],
+    [
+        ("AdamW", "an AdamW"),
+        ("SGD", "an SGD"),
+        ("RMSprop", "an RMSprop"),
+        ("int", "an int"),
+        ("Linear", "a Linear"),
+        ("NoneType", "a NoneType"),
+        ("GPT", "a GPT"),
+        ("UNet", "a UNet"),
+    ],
 )
 def test_messages_put_the_article_before_a_class_that_is_spoken(name, said):
     assert with_article(type(name, (), {})()) == said
