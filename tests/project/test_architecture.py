@@ -18,8 +18,7 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 # is one name: its files may import one another. There are at most twelve rows.
 LAYERS = (
     ("errors", "numerics", "rules", "torch_patches"),
-    ("argument_checks",),
-    ("sharding", "formats"),
+    ("sharding", "formats", "argument_checks"),
     ("recipe", "backends"),
     ("engine", "environment"),
     ("model",),
