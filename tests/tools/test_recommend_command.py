@@ -213,3 +213,14 @@ def test_an_interrupt_ends_without_a_traceback(capsys, here):
     (here / "stops.py").write_text("raise KeyboardInterrupt")
     assert cli.main(["recommend", "stops.py"]) == 130
     assert capsys.readouterr().err == "python -m torch_bf16 recommend: interrupted\n"
+
+
+def test_a_file_finds_what_lies_beside_it(capsys, here, monkeypatch):
+    (here / "project").mkdir()
+    (here / "project" / "parts.py").write_text(FACTORIES)
+    (here / "project" / "tune.py").write_text("from parts import plain")
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    before = [*sys.path]
+    status, _, err = recommend(capsys, "project/tune.py:plain", "--lr", "1e-3", "-n", "4")
+    assert status == 0, err
+    assert sys.path == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,34 +102,19 @@ def describe(
     for each in models:
         check_module("describe", each)
     parameters = list({id(p): p for each in models for p in each.parameters()}.values())
+    optimizer, recipe, backend = _asked(optimizer_or_recipe)
     rules: dict[Tensor, Rule] = {}
-    backend, released, largest, recipe = None, False, 0.0, optimizer_or_recipe
-    held: dict[str, float] | None = None
-    divided: str | None = None
-    if isinstance(recipe, BF16Optimizer):
-        if isinstance(recipe, ForeignOptimizer):
-            held = _held(recipe, parameters)
-        released, divided = recipe._engine.release is not None, recipe._engine.divided
+    if optimizer is not None:
         rules = {
-            p: recipe.rule_of_parameter(group, p)
-            for group in recipe.param_groups
+            p: optimizer.rule_of_parameter(group, p)
+            for group in optimizer.param_groups
             for p in group["params"]
         }
-        backend, recipe = recipe.backend, recipe.recipe
-    elif isinstance(recipe, (str, Recipe)):
-        recipe = get_recipe(recipe)
-        backend = recipe.backend
-    else:
-        raise ValueError(
-            "describe takes one optimizer that was prepared or converted, or else a recipe or its "
-            f"name, not {type(recipe).__name__}. Of several optimizers describe each with the "
-            "modules that it trains: describe([model.head], head_optimizer)"
-        )
     # A parameter in no group is counted as if it belonged to the first one.
     default_rule = next(iter(rules.values()), ADAMW)
     sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
     dtypes: Counter[str] = Counter()
-    trained = 0
+    trained, largest = 0, 0.0
     for p in parameters:
         shard = shard_of(p)
         numel = shard.numel
@@ -142,21 +128,38 @@ def describe(
             for name, role in _roles(rules.get(p, default_rule)).items():
                 format_ = recipe.format_of(role, shard.shape, p.dtype)
                 sizes[name] = sizes.get(name, 0.0) + numel * format_.bytes_per_element
-    if released:
+    if optimizer is not None and optimizer._engine.release is not None:
         # The largest gradient, while up to LIMIT bytes of others wait to be released.
         sizes["gradients"] = min(sizes["gradients"], largest + LIMIT)
-    unmade = type(optimizer_or_recipe).__name__ if held == {} and trained else None
-    sizes |= held or {}
+    unmade = None
+    if isinstance(optimizer, ForeignOptimizer):
+        held = _held(optimizer, parameters)
+        unmade = type(optimizer).__name__ if not held and trained else None
+        sizes |= held
     return Description(
         unmade=unmade,
         compute=recipe.compute,
         offload=recipe.offload,
-        divided=divided,
+        divided=None if optimizer is None else optimizer._engine.divided,
         recipe=recipe.name,
         parameters=dict(dtypes),
         trained=trained,
         bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
         backend=_backend_for(parameters, backend),
+    )
+
+
+def _asked(argument: Any) -> tuple[BF16Optimizer | None, Recipe, str | None]:
+    """The optimizer, if one was passed, the recipe, and the name of the backend, if one was."""
+    if isinstance(argument, BF16Optimizer):
+        return argument, argument.recipe, argument.backend
+    if isinstance(argument, (str, Recipe)):
+        recipe = get_recipe(argument)
+        return None, recipe, recipe.backend
+    raise ValueError(
+        "describe takes one optimizer that was prepared or converted, or else a recipe or its "
+        f"name, not {type(argument).__name__}. Of several optimizers describe each with the "
+        "modules that it trains: describe([model.head], head_optimizer)"
     )
 
 

@@ -87,6 +87,8 @@ def is_factory(text: str) -> bool:
 def import_name(text: str) -> Any:
     """Import what ``module:name`` or ``file.py:name`` stands for, found from the current folder.
 
+    What a file imports is looked for beside it first, as if it were run.
+
     Args:
         text: the reference, whose name may have dots.
 
@@ -95,7 +97,8 @@ def import_name(text: str) -> Any:
     """
     module, _, names = text.rpartition(":")
     folder = os.getcwd()
-    sys.path.insert(0, folder)
+    places = [str(Path(module).resolve().parent), folder] if module.endswith(".py") else [folder]
+    sys.path[:0] = places
     try:
         found: Any = _import(module)
         for name in names.split("."):
@@ -105,7 +108,8 @@ def import_name(text: str) -> Any:
     except AttributeError as error:
         raise ValueError(f"{text!r} names nothing: {error}") from error
     finally:
-        sys.path.remove(folder)
+        for each in places:
+            sys.path.remove(each)
     return found
 
 
@@ -160,6 +164,8 @@ def training_of(text: str) -> Training:
     model, batches, optimizer = (*returned, None)[:3]
     if not isinstance(model, nn.Module):
         raise ValueError(f"{text}() returned {with_article(model)} as the model, its first item")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"{text}() returned a model without trainable parameters")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, Tensor)):
         raise ValueError(
             f"{text}() returned {with_article(batches)} as the batches, which must be a list, a "

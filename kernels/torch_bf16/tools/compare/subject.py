@@ -49,8 +49,6 @@ class Subject:
             return _built_in(self.text, steps)
         training = training_of(self.factory)
         trained = [p for p in training.model.parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError(f"{self.factory}() returned a model without trainable parameters")
         if wrong := {p.dtype for p in trained} - {torch.float32}:
             raise ValueError(
                 f"{self.factory}() returned a model with weights in {', '.join(map(str, wrong))}; "

@@ -68,8 +68,6 @@ def _of_factory(
 ) -> Observation:
     model, optimizer, text = training.model, training.optimizer, training.source
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(f"{text}() returned a model without trainable parameters")
     if optimizer is None:
         if lr is None:
             raise ValueError(
