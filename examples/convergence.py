@@ -28,17 +28,11 @@ import torch_bf16
 from torch_bf16 import Recipe
 from torch_bf16.tools.compare.corpus import load_corpus
 from torch_bf16.tools.compare.intervals import Interval
+from torch_bf16.tools.recipes import BY_BYTES
 
 # Bytes count weight, moments and a bf16 gradient; releasing gradients saves 2.
 RECIPES = {
-    "16 bytes": Recipe("16 bytes", weights="bf16+fp32", exp_avg="fp32", exp_avg_sq="fp32"),
-    "14 bytes": torch_bf16.get_recipe("bf16-fp32-master"),
-    "12 bytes": Recipe("12 bytes", weights="bf16+16", exp_avg_sq="fp32"),
-    "10 bytes": Recipe("10 bytes", weights="bf16+16"),
-    "9 bytes": Recipe("9 bytes", weights="bf16+8"),
-    "8 bytes": torch_bf16.get_recipe("bf16-stochastic"),
-    "7.1 bytes": Recipe("7.1 bytes", weights="bf16+8", exp_avg="int8", exp_avg_sq="int8"),
-    "6.1 bytes": Recipe("6.1 bytes", exp_avg="int8", exp_avg_sq="int8"),
+    **{f"{size} bytes": recipe for size, recipe in BY_BYTES.items()},
     CONTROL: Recipe(
         CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"
     ),

@@ -10,6 +10,7 @@ from torch_bf16.rules import ACCUMULATE, AVERAGE, MUON, STORE, WEIGHTS
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import rules
 from torch_bf16.tools.bench.time_limit import quiet
+from torch_bf16.tools.recipes import BY_BYTES
 
 TINY = ["bench", "--rules", "--parameters", "20000", "--tensors", "3", "--rounds", "3"]
 # Not of an elementwise optimizer.
@@ -34,7 +35,7 @@ def test_each_runs_the_rule_and_the_formats_of_its_name():
         (parameter,) = group["params"]
         rule = optimizer.rule_of_parameter(group, parameter)
         assert rule == rules.RULES[name][0]
-        assert optimizer.recipe == rules.FORMATS[size]
+        assert optimizer.recipe == BY_BYTES[size]
         stored = tuple(
             optimizer.recipe.format_of(s.role, parameter.shape, parameter.dtype).name
             for s in rule.states
@@ -46,7 +47,7 @@ def test_each_runs_the_rule_and_the_formats_of_its_name():
 
 def test_ratios_are_per_byte_too(monkeypatch, capsys, tmp_path):
     threads = torch.get_num_threads()
-    for table, names in ((rules.RULES, ("AdamW", "SGD")), (rules.FORMATS, ("14", "6.2"))):
+    for table, names in ((rules.RULES, ("AdamW", "SGD")), (BY_BYTES, ("14", "6.2"))):
         for name in set(table) - set(names):
             monkeypatch.delitem(table, name)
     file = tmp_path / "rules.json"

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch_bf16 import rules
 from torch_bf16.formats import ROLES
-from torch_bf16.recipe import Recipe
+from torch_bf16.tools.recipes import BY_BYTES
 
 from .entries import OPTIONS, Entry, of_recipe, ours
 
-__all__ = ["BASE", "FORMATS", "RULES", "every_rule"]
+__all__ = ["BASE", "RULES", "every_rule"]
 
 BASE = "bf16-stochastic"
 
@@ -49,21 +49,6 @@ RULES: dict[str, tuple[rules.Rule, str, Mapping[str, Any]]] = {
 }
 """The rule, its class in ``torch_bf16`` and the arguments, by the name in the table."""
 
-_FP32: Any = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
-_INT8: Any = {"exp_avg": "int8", "exp_avg_sq": "int8"}
-
-FORMATS = {
-    "16": Recipe("16", weights="bf16+fp32", **_FP32),
-    "14": Recipe("14", weights="bf16+16", **_FP32),
-    "12": Recipe("12", weights="bf16+16", exp_avg="fp32"),
-    "10": Recipe("10", weights="bf16+16"),
-    "9": Recipe("9", weights="bf16+8"),
-    "8": Recipe("8"),
-    "7.2": Recipe("7.2", weights="bf16+8", **_INT8),
-    "6.2": Recipe("6.2", **_INT8),
-}
-"""The recipes of docs/options.md, by AdamW's bytes per parameter."""
-
 
 def every_rule(backend: str | None) -> tuple[Entry, ...]:
     """The base, and each rule in each of the formats.
@@ -74,7 +59,7 @@ def every_rule(backend: str | None) -> tuple[Entry, ...]:
     found = {}
     for name, (rule, optimizer, arguments) in RULES.items():
         roles = [state.role for state in rule.states if state.role in ROLES]
-        for size, recipe in FORMATS.items():
+        for size, recipe in BY_BYTES.items():
             # A rule without second moments, say, has fewer formats than there are recipes.
             stored = (name, recipe.weights, *(getattr(recipe, role) for role in roles))
             made = of_recipe(f"{name} {size}", recipe, backend, optimizer, arguments=arguments)

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.recipe import RECIPES, Recipe, get_recipe
+from torch_bf16.tools.recipes import BY_BYTES
 
 __all__ = ["TORCH", "Precision", "precisions"]
-
-_INT8 = {"exp_avg": "int8", "exp_avg_sq": "int8"}
-_FP32 = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
-_OPTIONS: tuple[dict[str, str], ...] = (
-    {"weights": "bf16+fp32", **_FP32},
-    {"weights": "bf16+16", "exp_avg": "fp32"},
-    {"weights": "bf16+16"},
-    {"weights": "bf16+8"},
-    {"weights": "bf16+8", **_INT8},
-    _INT8,
-)
 
 
 @dataclass(frozen=True)
@@ -78,11 +68,9 @@ def precisions(
     yield from wide
     recipes: dict[str, Recipe] = {}
     ways = {"accumulate": accumulate, "reduce": reduce, "offload": offload}
-    recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", **ways)
-    for options in _OPTIONS:
-        recipe = get_recipe("bf16-stochastic", **ways, **options)
-        recipes[" / ".join((recipe.weights, recipe.exp_avg, recipe.exp_avg_sq))] = recipe
-    recipes["bf16-stochastic"] = get_recipe("bf16-stochastic", **ways)
+    named = {_formats(each): name for name, each in RECIPES.items()}
+    for each in BY_BYTES.values():
+        recipes[named.get(_formats(each), " / ".join(_formats(each)))] = get_recipe(each, **ways)
     stored = set()
     for name, recipe in sorted(recipes.items(), key=lambda each: -each[1].bytes_per_parameter):
         formats = (recipe.weights, *(getattr(recipe, role) for role in sorted(roles)))
@@ -93,3 +81,7 @@ def precisions(
         if accumulate == "bf16_nearest":
             yield Precision(name, recipe, released=True)
     yield nearest
+
+
+def _formats(recipe: Recipe) -> tuple[str, str, str]:
+    return recipe.weights, recipe.exp_avg, recipe.exp_avg_sq
