@@ -13,18 +13,25 @@ import argparse
 import functools
 import json
 import os
-import platform
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from paired_runs import CONTROL, MIXED, NUDGED, REFERENCE, VARIANTS, Run, final_loss, run_all
+from paired_runs import (
+    CONTROL,
+    MIXED,
+    NUDGED,
+    REFERENCE,
+    VARIANTS,
+    Run,
+    final_loss,
+    origin,
+    run_all,
+)
 from rich.console import Console
 from rich.table import Table
 
-import torch_bf16
 from torch_bf16 import Recipe
 from torch_bf16.tools.compare.corpus import load_corpus
 from torch_bf16.tools.compare.intervals import Interval
@@ -170,11 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
     Console(width=120).print(table(found))
     args.out.mkdir(parents=True, exist_ok=True)
     record = {
-        "command": " ".join(["python examples/convergence.py", *(arguments or sys.argv[1:])]),
+        **origin("convergence.py", arguments),
         "seconds": round(time.perf_counter() - started),
-        "torch": torch.__version__,
-        "torch_bf16": torch_bf16.__version__,
-        "machine": platform.machine(),
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "check")},
         "losses": found,
         "recipes": {name: asdict(RECIPES[name]) for name in args.recipes},

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from paired_runs import CONTROL, REFERENCE, Run, final_loss, run_all, train
+from paired_runs import CONTROL, REFERENCE, Run, final_loss, origin, run_all, train
 from rich.console import Console
 from rich.table import Table
 
@@ -160,11 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     Console(width=100).print(table(before, after))
     args.out.mkdir(parents=True, exist_ok=True)
     record = {
-        "command": " ".join(
-            ["python examples/learning_rate_sweep.py", *(arguments or sys.argv[1:])]
-        ),
-        "torch": torch.__version__,
-        "torch_bf16": torch_bf16.__version__,
+        **origin("learning_rate_sweep.py", arguments),
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
         "before": before,
         "after": after,

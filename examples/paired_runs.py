@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
@@ -21,6 +23,8 @@ import torch_bf16
 from torch_bf16 import Recipe
 from torch_bf16.tools.compare.corpus import Corpus, batches
 from torch_bf16.tools.compare.schedule import learning_rate_factor
+from torch_bf16.tools.machine import machine
+from torch_bf16.tools.output import date
 
 REFERENCE = "fp32"
 MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others
@@ -160,3 +164,10 @@ def run_all(
             results[futures[future]] = future.result()
             progress.advance(task)
     return {key: results[key] for key in jobs}
+
+
+def origin(program: str, arguments: list[str] | None) -> dict[str, Any]:
+    """When, by which command and on what a study was made; None for the process's arguments."""
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", f"examples/{program}", *given])
+    return {"date": date(), "command": command, **machine(torch.device("cpu"))}
