@@ -15,11 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:
-    # Without locks, an attempt that is under way looks like one that was killed.
-    fcntl = None
+from torch_bf16.backends.file_lock import locked
 
 __all__ = ["all_verdicts", "file_of", "folder", "verdict"]
 
@@ -121,13 +117,10 @@ def _claim(path: Path) -> Iterator[bool]:
     Enough to blame the kernel, that is: see :func:`_deaths`. A lock tells killed attempts from
     attempts under way: it ends with the process that holds it.
     """
-    with contextlib.ExitStack() as stack:
-        file, killed = None, False
-        with contextlib.suppress(OSError):
-            if fcntl is not None:
-                opened = stack.enter_context(open(path, "ab"))
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file = opened
+    with locked(path) as file:
+        killed = False
+        if file is not None:
+            with contextlib.suppress(OSError):
                 killed = os.fstat(file.fileno()).st_size >= _deaths() * len(_ATTEMPT)
                 file.write(_ATTEMPT)
                 file.flush()
