@@ -93,11 +93,46 @@ def test_a_graph_that_is_alive_is_no_hook():
     assert output.grad_fn is not None
 
 
+def test_a_wrapper_that_holds_nodes_whose_hooks_hold_it_can_be_freed():
+    replica = Replica(nn.Linear(3, 4))
+    replica.nodes[0].register_hook(lambda *_, held=replica: None)
+    cast_model(replica)
+    gone = weakref.ref(replica)
+    del replica
+    gc.collect()
+    assert gone() is None
+
+
+def test_hooks_of_a_parameter_that_is_trained_only_later_stay():
+    replica = Replica(nn.Linear(3, 4))
+    replica.module.weight.requires_grad_(False)
+    cast_model(replica)
+    assert not replica.module.weight.requires_grad
+    replica.module.weight.requires_grad_(True)
+    assert ran(replica) == [None, None]
+
+
+def test_hooks_stay_where_torch_swaps_tensors_as_for_shards():
+    replica = Replica(nn.Linear(3, 4))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        cast_model(replica)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert ran(replica) == [None, None]
+
+
+def test_a_model_can_be_cast_in_inference_mode():
+    model = nn.Linear(3, 4)
+    with torch.inference_mode():
+        assert cast_model(model)(torch.ones(2, 3).bfloat16()).dtype == torch.bfloat16
+
+
 def test_gradients_in_a_buffer_are_named():
     model = nn.Linear(3, 4)
     buffer = torch.zeros(16)
     model.weight.grad, model.bias.grad = buffer[:12].view(4, 3), buffer[12:]
-    with pytest.warns(UserWarning, match="2 gradients lie in larger buffers.* before what makes"):
+    with pytest.warns(UserWarning, match=r"\(2 in all\) lie in larger buffers.* before what makes"):
         cast_model(model)
 
 

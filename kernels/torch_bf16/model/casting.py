@@ -167,9 +167,9 @@ def _warn_of_buffers(gradients: list[Tensor]) -> None:
     views = sum(type(g) is Tensor and g.untyped_storage().nbytes() > g.nbytes for g in gradients)
     if views:
         warnings.warn(
-            f"{views} gradients lie in larger buffers, and after the cast each has memory of its "
-            "own: what reduces, clips or zeroes the buffers does not reach it any more. Cast the "
-            "model, or prepare() it, before what makes the buffers",
+            f"gradients ({views} in all) lie in larger buffers, and after the cast each has memory "
+            "of its own: what reduces, clips or zeroes the buffers does not reach it any more. Cast "
+            "the model, or prepare() it, before what makes the buffers",
             stacklevel=3,
         )
 
