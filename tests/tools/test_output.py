@@ -1,5 +1,6 @@
 """What commands print and write, and how they end."""
 
+import errno
 import io
 import json
 import math
@@ -28,6 +29,30 @@ def test_a_pipe_stays_a_pipe(tmp_path):
     write_json({"a": 1}, pipe)
     assert json.loads(os.read(reader, 100)) == {"a": 1}
     os.close(reader)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link, file = tmp_path / "record.json", tmp_path / "disk" / "record.json"
+    link.symlink_to(file)
+    for value in (1, 2):
+        write_json({"a": value}, link)
+        assert link.is_symlink()
+        assert json.loads(file.read_text()) == {"a": value}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
+def test_a_file_that_cannot_be_replaced_is_written_where_it_is(tmp_path, monkeypatch, code):
+    # As in a folder that is closed, or where a container mounts one file.
+    def refused(*_):
+        raise OSError(code, os.strerror(code))
+
+    file = tmp_path / "record.json"
+    file.write_text("before")
+    monkeypatch.setattr(os, "replace", refused)
+    write_json({"a": 1}, file)
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert [*tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.parametrize(

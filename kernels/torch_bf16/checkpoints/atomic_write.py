@@ -26,12 +26,13 @@ def replacing(path: Path) -> Iterator[Path]:
     It lies beside ``path``, is flushed to disk and renamed when the context ends, and is removed
     after an exception. A process that is killed in between leaves the old file and at most one
     ``.<name>.partial``, which the next write of ``path`` overwrites; safetensors may leave a
-    ``.tmp`` file of its own.
+    ``.tmp`` file of its own. A link stays, and the file that it names is replaced.
 
     Raises:
         CheckpointError: another process or thread is writing ``path``.
         OSError: the folder is not there, or cannot be written to.
     """
+    path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     with ExitStack() as locks:
         file = locks.enter_context(_locked(partial, path, os.O_CREAT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
@@ -45,6 +46,9 @@ INTERRUPTED = 130
 """The exit status of a command that Ctrl-C has ended."""
 _BROKEN_PIPE = 141
 
+# A file in a folder that is closed, or that is mounted by itself, can still be written.
+_IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY)
+
 _USER_ERRORS = (
     *(BackendUnavailableError, CheckpointError, NotImplementedError, ValueError),
     *(ImportError, OSError, MemoryError, torch.OutOfMemoryError),
@@ -61,13 +65,17 @@ def write_json(found: Mapping[str, Any], target: Path | str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that takes the place of an older one only once it is complete."""
-    if path.exists() and not path.is_file():
-        # A device or a pipe stays what it is.
-        path.write_text(text, encoding="utf-8")
-        return
-    with replacing(path) as new:
-        new.write_text(text, encoding="utf-8")
+    """Write a file that takes the place of an older one only once it is complete, if it can."""
+    if not path.exists() or path.is_file():
+        try:
+            with replacing(path) as new:
+                new.write_text(text, encoding="utf-8")
+            return
+        except OSError as error:
+            if error.errno not in _IRREPLACEABLE:
+                raise
+    # A device or a pipe stays what it is.
+    path.write_text(text, encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
