@@ -1,13 +1,18 @@
 """What ``export`` reads of other programs' files, and what it neither reads nor writes over."""
 
+import itertools
 import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import torch_bf16
 from torch_bf16 import fp32_state_dict
 from torch_bf16.checkpoints.export import export_file
+from torch_bf16.checkpoints.reader import open_checkpoint
+from torch_bf16.errors import CheckpointError
 from torch_bf16.tools import cli
 
 
@@ -119,3 +124,72 @@ def test_tied_weights_are_written_to_safetensors_under_each_name(tmp_path):
     assert read.keys() == {"a", "b", "row", "c"}
     assert torch.equal(read["b"], whole)
     assert torch.equal(read["row"], whole[1:])
+
+
+def parted():
+    """A model whose two halves have an optimizer each, with exact masters after a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    both = [
+        torch.optim.AdamW(part.parameters(), lr=lr)
+        for part, lr in zip(model, (1e-3, 1e-2), strict=True)
+    ]
+    torch_bf16.prepare(model, both, "bf16-fp32-master")
+    for part, optimizer in zip(model, both, strict=True):
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return model, both
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # DCP without a process group
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        *itertools.product(["two keys", "a list", "other keys"], ["torch", "dcp"]),
+        ("flattened", "dcp"),  # as torchtitan saves
+    ],
+)
+def test_masters_of_several_optimizers_are_found_and_not_mixed_up(place, kind, tmp_path):
+    model, both = parted()
+    expected, path = fp32_state_dict(model, *both), tmp_path / "run"
+    one, two = (each.state_dict() for each in both)
+    if place == "flattened":
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        content = {"optimizer": get_optimizer_state_dict(model, both, options=options)}
+    else:
+        content = {
+            "two keys": {"optimizer_0": one, "optimizer_1": two},
+            "a list": {"optimizer": [one, two]},
+            "other keys": {"opt_encoder": one, "opt_decoder": two},
+        }[place]
+    content["model"] = model.state_dict()
+    if kind == "dcp":
+        dcp.save(content, checkpoint_id=path)
+    else:
+        torch.save(content, path)
+    assert "4 of them from exact masters" in export_file(path, tmp_path / "out.pt")
+    read = torch.load(tmp_path / "out.pt")
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], each) for name, each in expected.items())
+    rates = [group["lr"] for each in open_checkpoint(path).optimizers for group in each.groups]
+    assert sorted({*rates}) == [1e-3, 1e-2]
+
+
+def test_states_of_optimizers_are_never_taken_for_weights(tmp_path):
+    model, optimizer = trained()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="has no weights: it holds state, param_groups"):
+        open_checkpoint(tmp_path / "optimizer.pt")
+    inner = {"net": model.state_dict(), "adam": optimizer.state_dict()}
+    torch.save({"trainer": inner}, tmp_path / "run.pt")
+    saved = open_checkpoint(tmp_path / "run.pt")
+    assert [*saved.tensors] == [f"trainer.net.{name}" for name in model.state_dict()]
+    assert saved.notes == ["trainer.adam is an optimizer's, and not at the first level: left out"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # DCP without a process group
+def test_a_weight_of_a_folder_may_be_named_like_an_optimizer(tmp_path):
+    weights = {"optimizer_net.weight": torch.ones(3), "optim_head.state.bias": torch.ones(2)}
+    dcp.save(weights, checkpoint_id=tmp_path)
+    assert open_checkpoint(tmp_path).tensors.keys() == weights.keys()

@@ -131,8 +131,9 @@ def fp32_weights(
         if twice := [name for name in more if name in states]:
             raise CheckpointError(
                 f"several optimizers have an exact master of {twice[0]!r} ({len(twice)} in all): "
-                "they were given names that are not those of the whole model. Export from the "
-                "program: torch_bf16.fp32_state_dict(model, *optimizers). Nothing was written"
+                "they were saved at different times, or were given names that are not those of the "
+                "whole model. Export from the program: torch_bf16.fp32_state_dict(model, "
+                "*optimizers). Nothing was written"
             )
         states |= more
     key_of = saved_names(states, model)

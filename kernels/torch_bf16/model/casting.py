@@ -168,8 +168,8 @@ def _warn_of_buffers(gradients: list[Tensor]) -> None:
     if views:
         warnings.warn(
             f"gradients ({views} in all) lie in larger buffers, and after the cast each has memory "
-            "of its own: what reduces, clips or zeroes the buffers does not reach it any more. Cast "
-            "the model, or prepare() it, before what makes the buffers",
+            "of its own: what reduces, clips or zeroes the buffers does not reach it any more. "
+            "Cast the model, or prepare() it, before what makes the buffers",
             stacklevel=3,
         )
 

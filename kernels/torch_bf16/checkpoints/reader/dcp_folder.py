@@ -43,6 +43,7 @@ _CLASSES = {
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
 }
 _SMALL = 1 << 20
+_WORDS = ("state", "param_groups", HEADER)
 
 
 class _Part(NamedTuple):
@@ -82,37 +83,55 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
             f"{str(error).strip()[:300] or type(error).__name__}"
         ) from None
     tensors: dict[str, SavedTensor] = {}
-    states: dict[Any, dict[str, Any]] = defaultdict(dict)
-    groups: dict[Any, dict[str, Any]] = defaultdict(dict)
-    header: dict[str, Any] = {}
+    wheres = {key: tuple(paths.get(key) or key.split(".")) for key in entries}
+    split = {key: _split(where) for key, where in wheres.items()}
+    # Several optimizers have equal numbers, and are told apart by what holds them.
+    holders = {at for at, word, _ in filter(None, split.values()) if word == "param_groups"}
+    found: dict[Sequence[Any], _States] = defaultdict(_States)
     for key, entry in entries.items():
-        where = tuple(paths.get(key) or key.split("."))
-        inner = _after(where, "state") if where[0].startswith(STATES) else None
-        options = _after(where, "param_groups") if where[0].startswith(STATES) else None
-        if hasattr(entry, "chunks"):
-            tensor = _tensor(path, key, entry, places[key])
-            if inner is not None and len(inner) > 1:
-                name = ".".join(map(str, inner[:-1])) if len(inner) > 2 else inner[0]
-                counts = is_number(inner[-1], tensor.shape)
-                states[name][inner[-1]] = tensor.read(0, 1) if counts else tensor
-            elif not where[0].startswith(STATES):
+        where, parts = wheres[key], split[key]
+        if parts is None or not (parts[0] in holders or where[0] in STATES):
+            if hasattr(entry, "chunks") and where[0] not in STATES:
                 bare = where[0] in WEIGHTS and len(where) > 1
-                tensors[".".join(map(str, where[1:])) if bare else key] = tensor
-        elif options is not None and len(options) > 1:
-            groups[options[0]][options[-1]] = _object(path, places[key])
-        elif options is not None:
-            groups |= enumerate(_object(path, places[key]) or ())
-        elif where[0].startswith(STATES) and (ours := _after(where, HEADER)):
-            inside = functools.reduce(lambda d, part: d.setdefault(part, {}), ours[:-1], header)
-            inside[ours[-1]] = _object(path, places[key])
+                name = ".".join(map(str, where[1:])) if bare else key
+                tensors[name] = _tensor(path, key, entry, places[key])
+            continue
+        each, word, inner = found[parts[0]], *parts[1:]
+        if word == "state" and hasattr(entry, "chunks") and len(inner) > 1:
+            tensor = _tensor(path, key, entry, places[key])
+            name = ".".join(map(str, inner[:-1])) if len(inner) > 2 else inner[0]
+            counts = is_number(inner[-1], tensor.shape)
+            each.states[name][inner[-1]] = tensor.read(0, 1) if counts else tensor
+        elif word == "param_groups" and len(inner) > 1:
+            each.groups[inner[0]][inner[-1]] = _object(path, places[key])
+        elif word == "param_groups":
+            each.groups |= enumerate(_object(path, places[key]) or ())
+        elif word == HEADER and inner:
+            of = functools.reduce(lambda d, part: d.setdefault(part, {}), inner[:-1], each.header)
+            of[inner[-1]] = _object(path, places[key])
     if weights and not tensors:
         raise CheckpointError(f"{path} holds no tensors of a model: {', '.join([*entries][:4])}")
-    # Parameters' numbers became text when they were made part of a path.
-    numbers = {key for group in groups.values() for key in group.get("params") or ()}
-    texts = {key for key in states if key not in numbers and str(key).isdigit()}
-    by_key = {int(key) if key in texts else key: state for key, state in states.items()}
-    optimizers = [OptimizerStates(by_key, list(groups.values()), header)] if states else []
-    return Saved(path, tensors, optimizers)
+    return Saved(path, tensors, [each.optimizer() for each in found.values() if each.states])
+
+
+class _States:
+    """What is found of one optimizer."""
+
+    def __init__(self) -> None:
+        self.states: dict[Any, dict[str, Any]] = defaultdict(dict)
+        self.groups: dict[Any, dict[str, Any]] = defaultdict(dict)
+        self.header: dict[str, Any] = {}
+
+    def optimizer(self) -> OptimizerStates:
+        for name, group in self.groups.items():
+            if isinstance(name, str):
+                # Flattened, each parameter has a group of its own.
+                group.setdefault("params", [name])
+        # Parameters' numbers became text when they were made part of a path.
+        numbers = {key for group in self.groups.values() for key in group.get("params") or ()}
+        texts = {key for key in self.states if key not in numbers and str(key).isdigit()}
+        by_key = {int(key) if key in texts else key: each for key, each in self.states.items()}
+        return OptimizerStates(by_key, list(self.groups.values()), self.header)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -128,8 +147,17 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded or run")
 
 
-def _after(where: Sequence[Any], word: str) -> Sequence[Any] | None:
-    return where[where.index(word) + 1 :] if word in where else None
+def _split(where: Sequence[Any]) -> tuple[Sequence[Any], str, Sequence[Any]] | None:
+    """A path into an optimizer's state dict: what holds that, a word of it, and what follows."""
+    for at, part in enumerate(where):
+        if part in _WORDS:
+            return where[:at], part, where[at + 1 :]
+        # A state dict that was flattened has names such as "state.layer.weight.exp_avg".
+        word, _, rest = str(part).partition(".")
+        name, dot, last = rest.rpartition(".")
+        if dot and word in _WORDS and at == len(where) - 1:
+            return where[:at], word, (name, last)
+    return None
 
 
 def _tensor(path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any]) -> SavedTensor:

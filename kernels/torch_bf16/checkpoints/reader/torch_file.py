@@ -44,7 +44,7 @@ def read_torch_file(path: Path, verify: bool) -> Saved:
         raise CheckpointError(f"{path} holds {with_article(content)}, not tensors by name")
     saved = Saved(path, {}, notes=notes)
     parts = (content[key] for key in WEIGHTS if isinstance(content.get(key), Mapping))
-    held = {key: each for key in STATES if not isinstance(each := content.get(key), Tensor)}
+    held = _held(content)
     for part in (*parts, {key: each for key, each in content.items() if key not in held}):
         if not saved.tensors:
             _add_tensors(saved, part)
@@ -62,11 +62,11 @@ def read_optimizer(path: Path, verify: bool) -> tuple[list[OptimizerStates], lis
     """The optimizers' states in a file that may hold nothing else, and notes on what it holds."""
     content, notes = _load(path, verify)
     parts = content if isinstance(content, Mapping) else {}
-    found = _optimizers([*(parts.get(key) for key in STATES), content], notes)
+    found = _optimizers(_held(parts).values(), notes) or _optimizers([content], notes)
     if not found:
         notes.append(
             f"{path.name} has no state dict of an optimizer: it holds {first_keys(parts)}. It is "
-            f"looked for under {', '.join(STATES)}, or as the whole file"
+            "looked for at the first level, alone or several together, or as the whole file"
         )
     return found, notes
 
@@ -81,6 +81,8 @@ def _add_tensors(saved: Saved, weights: Mapping[Any, Any], prefix: str = "") -> 
             else:
                 saved.left_out.append(name)
                 saved.notes.append(f"{name} is sparse, quantized or of another class: left out")
+        elif _is_states(value):
+            saved.notes.append(f"{name} is an optimizer's, and not at the first level: left out")
         elif isinstance(value, Mapping) and prefix.count(".") < 4 and key != "_extra_state":
             _add_tensors(saved, value, f"{name}.")
 
@@ -142,16 +144,35 @@ def _inert(path: str) -> type:
     return type(name, (_Inert,), {"__module__": module, "__qualname__": name})
 
 
+def _held(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The parts of a file that are the states of optimizers, by what they are or by their names."""
+    if _is_states(content):
+        return dict(content)
+    return {
+        key: each
+        for key, each in content.items()
+        if (key in STATES and not isinstance(each, Tensor))
+        or ((several := _several(each)) and all(map(_is_states, several)))
+    }
+
+
+def _is_states(part: Any) -> bool:
+    return isinstance(part, Mapping) and {"state", "param_groups"} <= part.keys()
+
+
+def _several(entry: Any) -> list[Any]:
+    """The state dicts in a part of a file, which may be one, or a list or a mapping of several."""
+    several = entry if isinstance(entry, (list, tuple)) else [entry]
+    if isinstance(entry, Mapping) and "state" not in entry:
+        several = entry.values()
+    return [each for each in several if isinstance(each, (Mapping, Tensor))]
+
+
 def _optimizers(entries: Iterable[Any], notes: list[str]) -> list[OptimizerStates]:
-    """The states of all optimizers in the first entry of a file that holds any."""
-    for entry in entries:
-        several = entry if isinstance(entry, (list, tuple)) else [entry]
-        if isinstance(entry, Mapping) and "state" not in entry:
-            several = entry.values()
-        whole = (each for each in several if isinstance(each, Mapping))
-        if whole := [each for each in whole if isinstance(each.get("state"), Mapping)]:
-            return [found for each in whole if (found := _optimizer(each, notes)) is not None]
-    return []
+    """The states of all optimizers in parts of a file."""
+    whole = [each for entry in entries for each in _several(entry) if isinstance(each, Mapping)]
+    whole = [each for each in whole if isinstance(each.get("state"), Mapping)]
+    return [found for each in whole if (found := _optimizer(each, notes)) is not None]
 
 
 def _optimizer(states: Mapping[str, Any], notes: list[str]) -> OptimizerStates | None:
