@@ -12,6 +12,7 @@ from torch_bf16.tools import cli
 from torch_bf16.tools.bench import command
 from torch_bf16.tools.bench.entries import OURS
 from torch_bf16.tools.bench.peers import BASELINE, PEERS, Peer
+from torch_bf16.tools.bench.report import aligned
 
 TINY = ["bench", "--parameters", "20000", "--tensors", "6", "--rounds", "2", "--threads", "1"]
 
@@ -86,12 +87,20 @@ def test_prints_and_writes_the_same_figures(capsys, tmp_path):
         line = table_line(out, name)
         assert float(line.removeprefix(name).split()[0]) == pytest.approx(ms["median"], rel=0.01)
         ratio = float(line.split("]")[1].split()[0])
-        # Three decimals, of which a small ratio has fewer digits.
-        assert ratio == pytest.approx(row["ratio"]["median"], rel=0.01, abs=6e-4)
+        assert ratio == pytest.approx(row["ratio"]["median"], rel=0.01)
         assert f" {share:.0%} " in line
         assert line.endswith("-")
     assert results[BASELINE]["ratio"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
     assert "note: a step moves less than four times the last-level cache" in out
+
+
+def test_cells_that_are_long_stay_apart():
+    widths = {"ratio": 8, "moved": 8}
+    rows = {"": [*widths], "one": ["0.0732 [0.0377, 0.109]", "14.00"], "two": ["1.00", "28.00"]}
+    lines = aligned(rows, widths)
+    assert [line.split(maxsplit=1)[0] for line in lines] == ["ratio", "one", "two"]
+    assert "one                     0.0732 [0.0377, 0.109]   14.00" in lines
+    assert len({*map(len, lines)}) == 1
 
 
 def test_measures_the_chosen_recipes_and_always_the_baseline(capsys):

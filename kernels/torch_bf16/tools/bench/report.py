@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_bf16.tools.output import number
 
-__all__ = ["bracket", "table"]
+__all__ = ["aligned", "bracket", "table"]
 
 _WIDTHS = {
     "ms per step": 23,
@@ -38,12 +38,8 @@ peak."""
 def table(record: Mapping[str, Any]) -> str:
     """Format a record for people, as plain text."""
     rows = record["results"]
-    first = max([22, *(len(row["name"]) + 2 for row in rows)])
     lines = [_heading(record), ""]
-    lines.append(" " * first + "".join(f"{name:>{width}}" for name, width in _WIDTHS.items()))
-    for row in rows:
-        cells = zip(_cells(row), _WIDTHS.values(), strict=True)
-        lines.append(f"{row['name']:{first}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
+    lines += aligned({"": [*_WIDTHS], **{row["name"]: _cells(row) for row in rows}}, _WIDTHS)
     copy = record["copy_gb_per_second"]
     lines += ["", f"device copy: {bracket(copy)} GB/s, read and written"]
     storing: dict[str, list[str]] = {}
@@ -54,6 +50,24 @@ def table(record: Mapping[str, Any]) -> str:
     lines += [f"missing: {name} (pip install -U {pip})" for name, pip in record["missing"].items()]
     lines += [f"note: {note}" for note in record["notes"]]
     return "\n".join([*lines, "", _LEGEND.format(baseline=record["baseline"])])
+
+
+def aligned(rows: Mapping[str, Sequence[str]], widths: Mapping[str, int]) -> list[str]:
+    """Lines of a table, the names of its rows to the left and their cells to the right.
+
+    Args:
+        rows: the cells of each row by its name, also of the heading.
+        widths: the least width of each column; a long cell makes its column wider.
+    """
+    first = max([22, *(len(name) + 2 for name in rows)])
+    found = [
+        max(least, *(len(cell) + 2 for cell in column))
+        for least, column in zip(widths.values(), zip(*rows.values(), strict=True), strict=True)
+    ]
+    return [
+        f"{name:{first}}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, found, strict=True))
+        for name, cells in rows.items()
+    ]
 
 
 def _heading(record: Mapping[str, Any]) -> str:

@@ -12,10 +12,12 @@ from torch_bf16.tools.machine import hardware, versions
 from torch_bf16.tools.output import date, number
 
 from .record import spread
-from .report import bracket
+from .report import aligned, bracket
 from .training import BASELINE, PHASES, Timed
 
 __all__ = ["training_record", "training_table"]
+
+_WIDTHS = {"ms per step": 24, "ratio": 22, **dict.fromkeys(PHASES, 16), "peak": 8}
 
 _LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
@@ -76,27 +78,23 @@ def _row(each: Timed, base: Timed, peak: int | None) -> dict[str, Any]:
 def training_table(record: Mapping[str, Any]) -> str:
     """Format a record for people, as plain text."""
     rows, place = record["results"], record["hardware"]
-    first = max(len(row["name"]) for row in rows) + 2
     where = place.get("device", f"{place['processor']}, {record['threads']} threads")
     lines = [
         f"training steps of GPT-2's shape, {record['layers']} layers: "
         f"{rows[0]['parameters']:,} parameters, {record['tokens']} tokens, on {where}, "
         f"{record['rounds']} interleaved rounds",
         "",
-        f"{'':{first}}{'ms per step':>24}{'ratio':>22}"
-        + "".join(f"{name:>16}" for name in PHASES)
-        + f"{'peak':>8}",
     ]
+    cells = {"": [*_WIDTHS]}
     for row in rows:
+        phases = (row["phases"][name] for name in PHASES)
         peak = row["peak_bytes_per_parameter"]
-        phases = "".join(
-            f"{number(each['ms']['median']) + ' ' + number(each['ratio']['median']):>16}"
-            for each in (row["phases"][name] for name in PHASES)
-        )
-        lines.append(
-            f"{row['name']:{first}}{bracket(row['ms']):>24}{bracket(row['ratio']):>22}{phases}"
-            + ("       -" if peak is None else f"{peak:>8.2f}")
-        )
+        cells[row["name"]] = [
+            *(bracket(row["ms"]), bracket(row["ratio"])),
+            *(f"{number(p['ms']['median'])} {number(p['ratio']['median'])}" for p in phases),
+            "-" if peak is None else f"{peak:.2f}",
+        ]
+    lines += aligned(cells, _WIDTHS)
     if record["bf16_product_ratio"] is not None:
         lines += [
             "",
