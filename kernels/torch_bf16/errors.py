@@ -84,10 +84,14 @@ def first_line(error: BaseException, message: str | None = None) -> str:
 
 
 def with_article(each: object) -> str:
-    """The name of an object's class for a message, with "a" or "an" before it."""
+    """The name of an object's class for a message, with "a" or "an" before it; or None."""
+    if each is None:
+        return "None"
     name = type(each).__name__
     spelt = name[:2].isupper()  # SGD, RMSprop: the name of its first letter is read
     vowel = name[0] in "AEFHILMNORSX" if spelt else name[0] in "AEIOUaeiou"
+    # As in UserModel, Unet and OneCycleLR.
+    vowel = vowel and not re.match(r"(?i)use|unet|uni(?!n)|one|eu", name)
     return f"{'an' if vowel else 'a'} {name}"
 
 

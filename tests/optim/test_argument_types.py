@@ -80,10 +80,13 @@ def test_arguments_of_another_type_are_told_from_good_ones(call, match):
         ("RMSprop", "an RMSprop"),
         ("int", "an int"),
         ("Linear", "a Linear"),
-        ("NoneType", "a NoneType"),
         ("GPT", "a GPT"),
         ("UNet", "a UNet"),
+        ("UserModel", "a UserModel"),
+        ("UninitializedParameter", "an UninitializedParameter"),
+        ("OneCycleLR", "a OneCycleLR"),
     ],
 )
 def test_messages_put_the_article_before_a_class_that_is_spoken(name, said):
     assert with_article(type(name, (), {})()) == said
+    assert with_article(None) == "None"

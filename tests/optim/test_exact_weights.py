@@ -201,7 +201,14 @@ def test_what_cannot_be_put_back_is_refused():
         torch_bf16.exact_weights(model, plain).__enter__()
 
 
-@pytest.mark.parametrize("edit", [lambda w: w.update(other=w["bias"]), lambda w: w.pop("weight")])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda w: w.update(other=w["bias"]),
+        lambda w: w.pop("weight"),
+        lambda w: w.update({1: w["bias"], "other": w["bias"]}),
+    ],
+)
 def test_names_that_the_model_does_not_have_and_names_that_are_gone_are_refused(edit):
     model, optimizer = make("bf16-fp32-master")
     before = [p.detach().clone() for p in model.parameters()]
@@ -212,7 +219,9 @@ def test_names_that_the_model_does_not_have_and_names_that_are_gone_are_refused(
                 weight *= 2
             edit(weights)
 
-    with pytest.raises(ValueError, match=r"not those of the Linear, or lacks some: (other|weight)"):
+    with pytest.raises(
+        ValueError, match=r"not those of the Linear, or lacks some: (other|weight|1, other)"
+    ):
         rename()
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -232,6 +241,19 @@ def test_one_value_that_does_not_fit_leaves_all_weights_as_they_were(name):
     with pytest.raises(ValueError, match=r"shape \(2,\) for .*Nothing was changed"):
         put_back()
     assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_value_that_is_no_tensor_is_refused(frozen):
+    model, optimizer = make("bf16-fp32-master")
+    if frozen:
+        model.extra = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    name = "extra" if frozen else "bias"
+    with (
+        pytest.raises(ValueError, match=r"was given None for .* Nothing was changed"),
+        torch_bf16.exact_weights(model, optimizer) as weights,
+    ):
+        weights[name] = None
 
 
 def test_averaging_every_eight_steps_moves_as_far_as_in_fp32():

@@ -14,7 +14,7 @@ from torch_bf16 import StateMismatchError
 
 REFUSED = (
     r"no parameter of this \w+ has a gradient, .*were replaced, as fully_shard, to_empty and.*"
-    r"call prepare\(\) or convert\(\) then\. Nothing was updated"
+    r"then call prepare\(\) or convert\(\)\. Nothing was updated"
 )
 
 

@@ -208,7 +208,7 @@ BAD = {
     "no factory": ("mine_to_estimate:number", "is an int, and no module or factory"),
     "reads numbers": ("mine_to_estimate:reads", "failed on the meta device"),
     "exits": ("sys:exit", "failed on the meta device"),
-    "no module made": ("mine_to_estimate:nothing", "returned a NoneType"),
+    "no module made": ("mine_to_estimate:nothing", "returned None"),
     "arguments": ("mine_to_estimate:needs", "It is called without arguments"),
     "empty config": ("", "is not JSON"),
     "truncated config": ('{"model_type": "lla', "is not JSON"),

@@ -296,7 +296,7 @@ def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.P
             shown = known if len(known) <= 20 else [*known[:20], "..."]
             raise ValueError(
                 f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
-                f"parameters; its {what} are {', '.join(shown)}"
+                f"parameters; its {what} are {', '.join(shown) or 'none'}"
             )
         in_fp32 += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]

@@ -80,8 +80,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name, convert = type(optimizer).__name__, "torch_bf16.convert(optimizer, recipe, model=model)"
     if not isinstance(optimizer, BF16Optimizer):
         raise ValueError(
-            f"attach found {with_article(optimizer)} inside DeepSpeed's engine, which is none of "
-            "torch_bf16: give deepspeed.initialize(optimizer=...) torch_bf16.AdamW(...), or call "
+            f"attach found {with_article(optimizer)} inside DeepSpeed's engine, which is not "
+            "torch_bf16's: give deepspeed.initialize(optimizer=...) torch_bf16.AdamW(...), or call "
             f"{convert} before it"
         )
     recipe = optimizer.recipe

@@ -18,6 +18,7 @@ from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.errors import with_article
 from torch_bf16.model import remainders
 from torch_bf16.sharding import local, reshard, same_memory, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
@@ -115,11 +116,13 @@ def write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Ten
 
 def _check_value(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
     wanted = torch.complex64 if parameter.is_complex() else torch.float32
-    if value.shape != parameter.shape or value.dtype != wanted:
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (parameter.shape, wanted):
+        given = with_article(value)
+        if isinstance(value, Tensor):
+            given = f"{value.dtype} of shape {tuple(value.shape)}"
         raise ValueError(
-            f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
-            f"{optimizer.label(*place)}; it takes {str(wanted).removeprefix('torch.')} of the "
-            "parameter's shape. Nothing was changed"
+            f"set_exact_weight was given {given} for {optimizer.label(*place)}; it takes "
+            f"{str(wanted).removeprefix('torch.')} of the parameter's shape. Nothing was changed"
         )
 
 
@@ -168,7 +171,7 @@ def exact_weights(
         yield weights
         # Check all of them before writing the first one.
         if weights.keys() != named.keys():
-            odd = sorted(weights.keys() ^ named.keys())
+            odd = sorted(map(str, weights.keys() ^ named.keys()))
             raise ValueError(
                 f"exact_weights was given names that are not those of the {type(model).__name__}, "
                 f"or lacks some: {', '.join(odd[:4])}{', ...' if odd[4:] else ''}. Its keys are "
@@ -177,6 +180,11 @@ def exact_weights(
         for name, parameter in named.items():
             if parameter in owners:
                 _check_value(*owners[parameter], parameter, weights[name])
+            elif not isinstance(weights[name], Tensor):
+                raise ValueError(
+                    f"exact_weights was given {with_article(weights[name])} for {name!r}, and "
+                    "takes a tensor. Nothing was changed"
+                )
             elif weights[name].shape != parameter.shape:
                 raise ValueError(
                     f"exact_weights was given shape {tuple(weights[name].shape)} for {name!r}, "

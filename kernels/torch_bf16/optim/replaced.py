@@ -77,7 +77,7 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
             f"no parameter of this {type(optimizer).__name__} has a gradient, and none belongs to "
             f"the {type(model).__name__} any more: its parameters were replaced, as fully_shard, "
             "to_empty and load_state_dict(assign=True) do, and no step would train the new ones. "
-            f"Make the optimizer of the new ones, and call prepare() or convert() then. {UNTOUCHED}"
+            f"Make the optimizer of the new ones, then call prepare() or convert(). {UNTOUCHED}"
         )
 
 
