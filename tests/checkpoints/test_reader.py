@@ -110,6 +110,31 @@ def save_shards(folder):
     dcp.save({"model": parts}, checkpoint_id=folder)
 
 
+@pytest.mark.parametrize("kind", ["lightning", "dcp"])
+def test_tensors_are_read_by_rows_however_they_lie_in_memory(kind, tmp_path):
+    torch.manual_seed(0)
+    weights = {
+        "channels_last": torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(3, 5).t(),
+        "complex": torch.randn(3, 5, dtype=torch.complex64).t(),
+        "float8": torch.randn(3, 4).to(torch.float8_e4m3fn),
+        "column": torch.randn(4, 1),
+        "number": torch.tensor(2.0),
+        "nothing": torch.empty(0, 3),
+    }
+    path = tmp_path / "run"
+    if kind == "dcp":
+        dcp.save({"model": weights}, checkpoint_id=path)
+    else:
+        torch.save({"state_dict": weights}, path)
+    for name, saved in open_checkpoint(path).tensors.items():
+        weight = as_real(weights[name])
+        assert torch.equal(as_real(saved.whole()).float(), weight.float())
+        pieces = [saved.read(at, min(at + 7, saved.numel)) for at in range(0, saved.numel, 7)]
+        read = torch.cat([torch.empty(0, dtype=saved.dtype), *pieces]).view(saved.shape)
+        assert torch.equal(read.float(), weight.float())
+
+
 def test_parts_of_several_ranks_are_put_together(ranks, tmp_path):
     ranks(2, save_shards, str(tmp_path / "saved"))
     found = open_checkpoint(tmp_path / "saved").tensors

@@ -80,7 +80,9 @@ def _add_tensors(saved: Saved, weights: Mapping[Any, Any], prefix: str = "") -> 
                 saved.tensors[name] = tensor
             else:
                 saved.left_out.append(name)
-                saved.notes.append(f"{name} is sparse, quantized or of another class: left out")
+                saved.notes.append(
+                    f"{name} is sparse, quantized, on the meta device or of another class: left out"
+                )
         elif _is_states(value):
             saved.notes.append(f"{name} is an optimizer's, and not at the first level: left out")
         elif isinstance(value, Mapping) and prefix.count(".") < 4 and key != "_extra_state":
@@ -204,7 +206,7 @@ def _saved_tensor(tensor: Tensor, name: str) -> SavedTensor | None:
     # The numbers of another library's tensor class need not lie in one place.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
-    if tensor.is_quantized:
+    if tensor.is_quantized or tensor.is_meta:
         return None
     is_complex, tensor = tensor.is_complex(), as_real(tensor.detach())
     tied = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else None
