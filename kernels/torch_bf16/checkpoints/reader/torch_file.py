@@ -164,10 +164,23 @@ def _is_states(part: Any) -> bool:
 
 def _several(entry: Any) -> list[Any]:
     """The state dicts in a part of a file, which may be one, or a list or a mapping of several."""
-    several = entry if isinstance(entry, (list, tuple)) else [entry]
-    if isinstance(entry, Mapping) and "state" not in entry:
+    several = entry if isinstance(entry, (list, tuple)) else [_nested(entry)]
+    if isinstance(entry, Mapping) and several[0] is entry and "state" not in entry:
         several = entry.values()
-    return [each for each in several if isinstance(each, (Mapping, Tensor))]
+    return [_nested(each) for each in several if isinstance(each, (Mapping, Tensor))]
+
+
+def _nested(part: Any) -> Any:
+    """A state dict that torch flattened to names such as "state.layer.weight.step", as it was."""
+    keys = [str(key).split(".") for key in part] if isinstance(part, Mapping) else []
+    if {key[0] for key in keys} != {"state", "param_groups"} or min(map(len, keys)) < 3:
+        return part
+    found: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
+    for (word, *inner, last), value in zip(keys, part.values(), strict=True):
+        name = ".".join(inner)
+        found[word].setdefault(name, {"params": [name]} if word == "param_groups" else {})
+        found[word][name][last] = value
+    return {"state": found["state"], "param_groups": [*found["param_groups"].values()]}
 
 
 def _optimizers(entries: Iterable[Any], notes: list[str]) -> list[OptimizerStates]:
