@@ -59,6 +59,11 @@ class Entry:
     needs: tuple[str, str] | None = None
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the optimizer is one of this package."""
+        return self.target.startswith("torch_bf16:")
+
+    @property
     def installed(self) -> bool:
         """Whether the library that it needs can be found; importing it may still fail."""
         return self.needs is None or importlib.util.find_spec(self.needs[0]) is not None
