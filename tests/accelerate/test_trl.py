@@ -64,6 +64,16 @@ def fine_tune(options):
     return tune
 
 
+def preferences():
+    return Dataset.from_dict(
+        {
+            "prompt": ["def f(x):"] * 8,
+            "chosen": [f" return x + {i}" for i in range(8)],
+            "rejected": [" pass"] * 8,
+        }
+    )
+
+
 def adapters(model):
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
@@ -161,13 +171,7 @@ def test_dpo_trains_in_the_mode_and_its_reference_stays(options, launched, lora)
         model,
         ref_model=reference,
         args=DPOConfig(**options),
-        train_dataset=Dataset.from_dict(
-            {
-                "prompt": ["def f(x):"] * 8,
-                "chosen": [f" return x + {i}" for i in range(8)],
-                "rejected": [" pass"] * 8,
-            }
-        ),
+        train_dataset=preferences(),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=4) if lora else None,
     )
@@ -177,3 +181,25 @@ def test_dpo_trains_in_the_mode_and_its_reference_stays(options, launched, lora)
     if reference is not None:
         expected = llama().lm_head.weight
         assert torch.equal(reference.lm_head.weight, expected.bfloat16())
+
+
+def test_a_reference_that_follows_the_model_does_so_in_fp32_after_float(options):
+    """In bf16, most of these numbers would stay where they are."""
+    trainer = DPOTrainer(
+        llama(),
+        ref_model=llama(),
+        args=DPOConfig(
+            **{**options, "learning_rate": 1e-3},
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            ref_model_mixup_alpha=0.02,
+        ),
+        train_dataset=preferences(),
+        processing_class=tokenizer(),
+    )
+    reference = trainer.ref_model.float().lm_head.weight
+    before = reference.clone()
+    trainer.train()
+    assert reference.dtype == torch.float32
+    assert (reference != before).float().mean() > 0.95
+    assert trainer.model.lm_head.weight.dtype == torch.bfloat16

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.torch_patches import Replacement, at_restore
 
-from .cast_modules import bf16_weights
+from .cast_modules import bf16_weights, cast_models
 from .loose_averages import loose_averages
 from .watched_weight import WatchedWeight, is_comparable
 
@@ -87,6 +87,10 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         trained = {id(each) for each in _trained()}
         written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
         _weights[:] = written[:_SAMPLED]
+        alone = dict(_never_trained(trained))
+        for each in written:
+            if each.kind == "in the model" and id(each.get()) in alone:
+                each.kind, each.model = "in a model of its own", alone[id(each.get())]
         modules = sorted({each.module for each in written if each.kind == "in the model"})
         for each in _weights:
             each.bits, each.modules = None, modules
@@ -120,7 +124,7 @@ def leave_copies() -> None:
     global _warned, _searches
     _warned, _searches = True, 0
     _copies.clear()
-    _weights[:] = [each for each in _weights if each.kind == "in the model"]
+    _weights[:] = [each for each in _weights if each.kind not in ("copy", "loose")]
 
 
 def _begin_anew() -> None:
@@ -169,6 +173,14 @@ def _untrained() -> Iterator[WatchedWeight]:
         if source in named and id(copy) not in trained and is_comparable(copy):
             name, followed = named[source]
             yield WatchedWeight.of(copy, name, "copy", weakref.ref(copy), followed)
+
+
+def _never_trained(trained: Container[int]) -> Iterator[tuple[int, str]]:
+    """The weights of cast models in which nothing is trained: ids, and their model's class."""
+    for model in cast_models():
+        numbers = [id(each) for each in model.parameters()]
+        if not any(each in trained for each in numbers):
+            yield from ((each, type(model).__name__) for each in numbers)
 
 
 def _trained() -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from torch_bf16.recipe import Recipe
 
 __all__ = [
     "bf16_weights",
+    "cast_models",
     "cast_recipe",
     "cast_recipes",
     "is_of_cast_model",
@@ -125,6 +126,11 @@ def bf16_weights() -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
         for name, p in sub.named_parameters(recurse=False):
             if p.dtype == torch.bfloat16:
                 yield f"{cast.name}.{name}".removeprefix("."), sub, name, p
+
+
+def cast_models() -> Iterator[nn.Module]:
+    """The outermost models that were cast."""
+    return (sub for sub, cast in list(_known.items()) if not cast.name)
 
 
 def recast_weights() -> Iterator[nn.Parameter]:

@@ -22,7 +22,7 @@ _AVERAGE = "torch_bf16.EMA(model, decay) is such an average"
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-_Kind = Literal["in the model", "copy", "loose"]
+_Kind = Literal["in the model", "in a model of its own", "copy", "loose"]
 
 
 @dataclass(eq=False)
@@ -31,7 +31,8 @@ class WatchedWeight:
 
     Attributes:
         name: its name in the model that was cast, or of the weight there that it follows.
-        kind: whether it is in the model, a ``copy.deepcopy`` of a part of it, or in no module.
+        kind: whether it is in the model that is trained, in one that was cast apart from it, such
+            as a reference model, a ``copy.deepcopy`` of a part of it, or in no module.
         get: returns the weight, or None if it is gone.
         place: its address and version when it was first looked at.
         bits: the bits of its first elements then, or when they were last compared.
@@ -40,6 +41,7 @@ class WatchedWeight:
         lossy: how many writes changed only a few of them.
         is_harmless: whether it turned out to lose nothing.
         modules: the outermost modules of all weights that were written with it.
+        model: the class of its model, if that is one of its own.
     """
 
     name: str
@@ -52,6 +54,7 @@ class WatchedWeight:
     lossy: int = 0
     is_harmless: bool = False
     modules: Sequence[str] = ()
+    model: str = ""
 
     @property
     def module(self) -> str:
@@ -124,6 +127,17 @@ class WatchedWeight:
             remedy = (
                 "make the copy before the model is cast, or call float() on it once it is made; "
                 f"it then follows the bf16 weights in fp32. {_AVERAGE}"
+            )
+        elif self.kind == "in a model of its own":
+            what = (
+                f"{self.name!r} of a {self.model} of which no optimizer of torch_bf16 trains "
+                "anything is bfloat16"
+            )
+            remedy = (
+                f"call float() on that {self.model} once it is cast or prepared; it then follows "
+                "the bf16 weights in fp32, and the model that is trained stays bf16, which "
+                "keep_fp32 could not tell from it by names; or an optimizer that was converted, if "
+                "it is to be trained"
             )
         else:
             what = f"{self.name!r} is bfloat16 and no optimizer of torch_bf16 trains it"
