@@ -225,7 +225,6 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         "backend": choose(device, options.backend).name,
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
-        "ours": [each.name for each in entries if each.is_ours],
     }
     # With a hundred entries, the bytes that they hold say enough.
     no_peaks = options.rules or measured.interrupted or device.type != "cpu"

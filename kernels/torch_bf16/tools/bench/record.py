@@ -35,7 +35,7 @@ def record(
 
     Args:
         measured: the run.
-        setting: the command, and the names of model, backend, baseline, rules and ours; the rounds.
+        setting: the command, and the names of model, backend, baseline and rules; the rounds.
         shapes: the shapes of the parameters.
         device: the device that it ran on.
         before: the device's state before the run.
@@ -57,6 +57,7 @@ def record(
         "tensors": len(shapes),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
+        "ours": measured.ours,
         "device_state": {"before": before, "after": device_state(device)},
         "hardware": hardware(device),
         "versions": versions([peer.pip for peer in PEERS.values()]),

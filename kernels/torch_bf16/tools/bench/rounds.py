@@ -73,6 +73,7 @@ class Measured:
         copy_rates: bytes per second, read and written, of a copy of one large tensor.
         groups: names of the entries that were in memory together.
         interrupted: whether Ctrl-C ended the run; what was measured before counts.
+        ours: names of the entries of this package, with those that failed.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Measured:
     copy_rates: list[float] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
     interrupted: bool = False
+    ours: list[str] = field(default_factory=list)
 
 
 def measure(
@@ -121,7 +123,7 @@ def measure(
     if available is None and (free := available_bytes(device)) is not None:
         available = max(0, free - _SPARE_BYTES[device.type])
     baseline = entries[0]
-    measured = Measured()
+    measured = Measured(ours=[each.name for each in entries if each.is_ours])
     waiting = _groups(entries, shapes, device, available, most, measured)
     finished: dict[str, Result] = {}
     while waiting:

@@ -61,10 +61,8 @@ def speed(
     ways = ("moved", "graph") if device.type == "cuda" else ("moved",)
     before = device_state(device)
     rounds = _ROUNDS[device.type]
-    entries = [*plain, *in_ways(plain, ways)]
-    measured = measure(entries, shapes, device, rounds, progress)
+    measured = measure([*plain, *in_ways(plain, ways)], shapes, device, rounds, progress)
     backend = choose(device).name
     named = {"command": command, "model": model, "backend": backend, "baseline": BASELINE}
     setting = {**named, "rules": "AdamW", "rounds": rounds}
-    setting["ours"] = [each.name for each in entries if each.is_ours]
     return record(measured, setting, shapes, device, before)
