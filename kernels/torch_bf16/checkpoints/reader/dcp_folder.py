@@ -197,7 +197,7 @@ def _read(
         return _numbers(key, parts[0], dtype, 0, 1)
     row = max(1, prod(shape[1:]))
     first, last = start // row, -(-stop // row)
-    rows = torch.empty((last - first, *shape[1:]), dtype=dtype)
+    rows = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
     for part in parts:
         a, b = max(first, part.offsets[0]), min(last, part.offsets[0] + part.sizes[0])
         if a >= b or not prod(part.sizes):

@@ -128,7 +128,9 @@ def read_numbers(path: Path, at: int, dtype: torch.dtype, start: int, stop: int)
             if not (got := file.readinto(left)):
                 raise CheckpointError(f"{path} was cut short while it was read")
             left = left[got:]
-    return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    if not count:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 def is_number(name: Any, shape: Sequence[int]) -> bool:
