@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torch_bf16
 from torch_bf16 import StateMismatchError
 from torch_bf16.checkpoints.export import fp32_weights
+from torch_bf16.checkpoints.reader import OptimizerStates
 from torch_bf16.errors import CheckpointError
 
 RECIPES = ("bf16-stochastic", "bf16-fp32-master")
@@ -155,10 +156,11 @@ def test_masters_are_exported_whatever_wrapped_the_model(prefix):
     optimizer = adamax(model, RECIPES[1])
     train(model, optimizer, range(2))
     weights = {prefix + name: each for name, each in model.state_dict().items()}
-    found, exact = fp32_weights(weights, optimizer.state_dict())
+    states = [OptimizerStates.of(optimizer.state_dict())]
+    found, exact = fp32_weights(weights, states)
     assert exact == len(weights) == 4
     expected = torch_bf16.fp32_state_dict(model, optimizer)
     assert all(torch.equal(found[prefix + name], each) for name, each in expected.items())
     foreign = {f"other.{name}": each for name, each in weights.items()}
     with pytest.raises(CheckpointError, match=r"exact masters of 0.weight, .* belong to no weight"):
-        fp32_weights(foreign, optimizer.state_dict())
+        fp32_weights(foreign, states)
