@@ -12,10 +12,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import torch_bf16
 
-FP32_SUMS = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="fp32 gradients need torch 2.10"
-)
-
 
 def setup(model, optimizer, released):
     torch_bf16.setup_gradients(model, optimizer)
@@ -54,7 +50,7 @@ def run(released, options):
     ("released", "options"),
     [
         (True, {}),
-        pytest.param(False, {"accumulate": "fp32"}, marks=FP32_SUMS),
+        (False, {"accumulate": "fp32"}),
         (False, {"accumulate": "bf16_stochastic"}),
         (False, {"reduce": "bf16_wire"}),
     ],

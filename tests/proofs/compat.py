@@ -22,7 +22,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from compat_smoke import PARTS
+from constraints import pinned
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "versions.md"
@@ -36,13 +39,6 @@ def torch_floor() -> str:
     """What `pyproject.toml` asks for, as the first release of it."""
     (floor,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     return floor if floor.count(".") == 2 else f"{floor}.0"
-
-
-def pinned(package: str) -> str:
-    (found,) = re.findall(
-        rf"^{package}==([^ ;\n]+)", (ROOT / "tests" / "constraints.txt").read_text(), re.M
-    )
-    return found
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ __all__ = [
 
 _PICTURES = (".png", ".pdf", ".svg")
 
-
 _QUANTITY = re.compile(
     r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?)(?:(e\+?\d{1,2})|([KMBT]))?", re.IGNORECASE
 )

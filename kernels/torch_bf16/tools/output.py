@@ -213,10 +213,10 @@ def number(value: float | None, digits: int = 3) -> str:
         return "-"
     if not value or not math.isfinite(value):
         return f"{value:g}"
-    rounded = float(f"{value:.{digits - 1}e}")
-    exponent = math.floor(math.log10(abs(rounded)))
+    scientific = f"{value:.{digits - 1}e}"
+    exponent = int(scientific.partition("e")[2])
     if exponent < -4:
-        return f"{value:.{digits - 1}e}"
+        return scientific
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 

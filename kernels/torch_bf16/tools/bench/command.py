@@ -44,8 +44,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "device": torch.device("cpu"),
     "model": _RANDOM,
     "rounds": 30,
-    "recipes": [list(OURS)],
-    "against": [["torch"]],
+    "recipes": list(OURS),
+    "against": ["torch"],
     "baseline": BASELINE,
     "ways": [],
     "layers": 2,
@@ -56,6 +56,8 @@ _OF_TRAINING = ("layers", "tokens")
 _OF_STEPS = ("model", "parameters", "tensors", "against", "baseline", "backend", "ways", "rules")
 _OF_CHOICE = ("recipes", "against", "baseline", "ways")
 _OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes", "training")
+# Given as words, each with commas or without.
+_LISTS = ("recipes", "against", "ways")
 _NO_PLOT = "there is no plot of whole training steps"
 # How many of a hundred entries are measured at a time, so that noise affects them alike.
 _TOGETHER = 8
@@ -186,6 +188,8 @@ def _settle(options: argparse.Namespace) -> None:
     for name, default in {**_DEFAULTS, "threads": torch.get_num_threads()}.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
+        elif name in _LISTS:
+            setattr(options, name, [each for names in getattr(options, name) for each in names])
 
 
 def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
@@ -233,7 +237,7 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_training(options: argparse.Namespace) -> dict[str, Any]:
-    rows = every_row([name for names in options.recipes for name in names])
+    rows = every_row(options.recipes)
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
     shape = options.layers, options.tokens
@@ -261,10 +265,9 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     """The entries, the baseline first; the libraries that are missing; the baseline's name."""
     if options.rules:
         return list(every_rule(options.backend)), {}, BASE
-    against = [name for names in options.against for name in names]
-    peers = {name: PEERS[name] for name in against}
+    peers = {name: PEERS[name] for name in options.against}
     known = {each.name: each for peer in PEERS.values() for each in peer.entries}
-    recipes = ours([name for names in options.recipes for name in names], options.backend)
+    recipes = ours(options.recipes, options.backend)
     known |= {each.name: each for each in recipes}
     if options.baseline not in known:
         raise ValueError(f"no entry {options.baseline!r}; known ones: {', '.join(known)}")
@@ -273,7 +276,7 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     missing |= {each.name: each.needs[1] for each in found if each.needs and not each.installed}
     found = [each for each in found if each.installed]
     baseline = known[options.baseline]
-    more = in_ways((baseline, *recipes), [name for names in options.ways for name in names])
+    more = in_ways((baseline, *recipes), options.ways)
     # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
     return list(chosen.values()), missing, options.baseline
