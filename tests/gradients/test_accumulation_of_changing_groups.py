@@ -13,11 +13,6 @@ import torch_bf16
 from torch_bf16 import Recipe
 
 BF16, TINY = torch.bfloat16, 2.0**-10
-WITH_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-
-fp32 = pytest.mark.skipif(
-    not WITH_GRAD_DTYPE, reason="fp32 gradients of bf16 weights need torch 2.10"
-)
 
 
 def parameter():
@@ -40,7 +35,6 @@ def add_many(parameter):
         add(parameter, torch.tensor(TINY, dtype=BF16))
 
 
-@fp32
 def test_a_parameter_that_left_has_gradients_of_its_own_dtype_from_the_next_step_on():
     stays, left = parameter(), parameter()
     optimizer = sgd([{"params": [stays]}, {"params": [left]}], "fp32")
@@ -54,7 +48,6 @@ def test_a_parameter_that_left_has_gradients_of_its_own_dtype_from_the_next_step
     assert left.grad.dtype == BF16
 
 
-@fp32
 @pytest.mark.parametrize("steps", [0, 1])
 def test_what_another_optimizer_sums_in_fp32_is_left_to_it(steps):
     stays, left = parameter(), parameter()
@@ -89,7 +82,7 @@ def test_the_noise_of_a_sum_is_that_of_the_optimizer_that_has_the_parameter():
     assert torch.equal(sums[1], sums[3])
 
 
-@pytest.mark.parametrize("accumulate", ["bf16_stochastic", pytest.param("fp32", marks=fp32)])
+@pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
 @pytest.mark.parametrize("watched", [False, True], ids=["gathered", "alone"])
 def test_a_parameter_that_left_is_not_kept_alive(accumulate, watched):
     stays, left = parameter(), parameter()
@@ -151,7 +144,7 @@ def sum_beside_another_optimizer(accumulate):
         torch.testing.assert_close(p.grad.full_tensor(), 2 * gradient)
 
 
-@pytest.mark.parametrize("accumulate", ["bf16_stochastic", pytest.param("fp32", marks=fp32)])
+@pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
 def test_gradients_of_other_optimizers_in_a_unit_of_fsdp2_are_summed_by_torch(ranks, accumulate):
     ranks(1, sum_beside_another_optimizer, accumulate)
 

@@ -13,13 +13,7 @@ from torch_bf16 import Recipe
 
 STOCHASTIC = {"recipe": Recipe("own", accumulate="bf16_stochastic")}
 RELEASED = {"release": {"max_norm": None}}
-FP32 = pytest.param(
-    {"recipe": Recipe("own", accumulate="fp32")},
-    id="fp32",
-    marks=pytest.mark.skipif(
-        not hasattr(torch.Tensor, "grad_dtype"), reason="fp32 gradients need torch 2.10"
-    ),
-)
+FP32 = pytest.param({"recipe": Recipe("own", accumulate="fp32")}, id="fp32")
 BOTH = [pytest.param(STOCHASTIC, id="stochastic"), pytest.param(RELEASED, id="released")]
 
 

@@ -53,9 +53,6 @@ def test_a_refused_group_is_not_hooked():
         vector.grad = None
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="fp32 gradients of bf16 weights need torch 2.10"
-)
 def test_a_refused_group_has_gradients_of_its_own_dtype():
     matrix, vector = parameter(8, 8), parameter(8)
     optimizer = torch_bf16.Muon([matrix], recipe=torch_bf16.Recipe(accumulate="fp32"))
