@@ -1,4 +1,4 @@
-"""Entries that fail in every way a library can, beside some that work."""
+"""Entries that fail in every way a library can, beside some that work, and entries' first step."""
 
 import time
 import warnings
@@ -6,9 +6,12 @@ import warnings
 import torch
 
 from torch_bf16.tools.bench.entries import Entry
+from torch_bf16.tools.bench.peers import PEERS
+from torch_bf16.tools.silence import quiet
 
 SHAPES = [(6, 64), (64,), (10, 64)]
 PARAMETERS = 17 * 64
+(TORCH, _) = PEERS["torch"].entries
 
 
 class Nested:
@@ -60,3 +63,11 @@ def entry(name="signs", *, estimate=1.0, **options):
     return Entry(
         name, "bf16 signs", "bench_cases:Signs", estimate, options, scratch=0, dtype=torch.bfloat16
     )
+
+
+def stepped(each, shapes):
+    """An entry's optimizer on the CPU, after a step."""
+    optimizer = each.make(shapes, torch.device("cpu"))
+    with quiet():
+        optimizer.step()
+    return optimizer

@@ -13,7 +13,8 @@ from bench_cases import PARAMETERS, SHAPES, Signs, entry
 from torch_bf16.tools.bench import rounds as rounds_module
 from torch_bf16.tools.bench.clock import CpuClock
 from torch_bf16.tools.bench.rounds import measure
-from torch_bf16.tools.bench.time_limit import quiet, time_limit
+from torch_bf16.tools.bench.time_limit import time_limit
+from torch_bf16.tools.silence import quiet
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_bf16.tools import cli
-from torch_bf16.tools.bench import command, memory, training
+from torch_bf16.tools.bench import command, training
 from torch_bf16.tools.bench.clock import CpuClock
 from torch_bf16.tools.bench.training import BASELINE, PHASES
 
@@ -98,12 +98,3 @@ def test_the_peak_of_a_step_is_counted_where_the_allocator_knows_it(monkeypatch)
     rows = training.every_row(["bf16-stochastic"])[:2]
     assert [each.peak for each in training.time_rows(rows, 1, 8, CPU, 1)[0]] == [5000, 5000]
     assert asked == ["start"] * 2
-
-
-def test_peaks_of_another_process_are_those_of_its_second_call():
-    found = memory.peak_growth(_allocate, (1 << 20,), (64 << 20,), 1, 60)
-    assert found is None or 0.9 * (64 << 20) < found < 1.5 * (64 << 20)
-
-
-def _allocate(size):
-    torch.ones(size, dtype=torch.uint8)

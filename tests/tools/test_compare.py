@@ -8,7 +8,6 @@ import torch
 from compare_cases import FACTORIES, plan_of, run, trained
 
 import torch_bf16
-from torch_bf16.tools.bench.memory import held_by_role
 from torch_bf16.tools.compare.analysis import analyse
 from torch_bf16.tools.compare.intervals import band_of
 from torch_bf16.tools.compare.rows import also_argument, choice_of, row_of
@@ -16,6 +15,7 @@ from torch_bf16.tools.compare.store import Store
 from torch_bf16.tools.compare.survival import exact_weight
 from torch_bf16.tools.compare.training import OngoingRun
 from torch_bf16.tools.compare.verdict import judge
+from torch_bf16.tools.optimizer_bytes import held_by_role
 
 NEAREST = "bf16_nearest/fp32/fp32"
 ROWS = ("32-true", "bf16-mixed", "bf16-true", "bf16-stochastic", "bf16-fp32-master", NEAREST)

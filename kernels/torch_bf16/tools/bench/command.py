@@ -25,13 +25,13 @@ from torch_bf16.tools.machine import device_state, versions_line
 from torch_bf16.tools.output import INTERRUPTED, command_line, publish, say
 
 from .entries import OURS, Entry, ours
-from .memory import peak_bytes
 from .models import MODELS, Shapes, random_shapes
+from .peaks import measure_peaks, peak_bytes
 from .peers import BASELINE, PEERS
 from .plot import plot
 from .record import record
 from .report import table
-from .rounds import Measured, measure
+from .rounds import measure
 from .rules import BASE, every_rule
 from .training import every_row, peak_of, time_rows
 from .training_report import training_record, training_table
@@ -230,9 +230,13 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
     }
+    peaks: dict[str, int | None] = {}
     # With a hundred entries, the bytes that they hold say enough.
-    no_peaks = options.rules or measured.interrupted or device.type != "cpu"
-    peaks = {} if no_peaks else _peaks(measured, shapes, options)
+    if device.type == "cpu" and not (options.rules or measured.interrupted):
+        peaks, measured.interrupted = measure_peaks(
+            [each.entry for each in measured.results],
+            lambda each: peak_bytes(each, shapes, options.threads, options.time_limit),
+        )
     return record(measured, setting, shapes, device, before, peaks, missing)
 
 
@@ -244,11 +248,9 @@ def _measure_training(options: argparse.Namespace) -> dict[str, Any]:
     timed, interrupted = time_rows(rows, *shape, device, options.rounds, say)
     peaks: dict[str, int | None] = {}
     if cpu and not interrupted:
-        try:
-            for each in rows:
-                peaks[each.name] = peak_of(each, *shape, options.threads, options.time_limit)
-        except KeyboardInterrupt:
-            interrupted = True
+        peaks, interrupted = measure_peaks(
+            rows, lambda each: peak_of(each, *shape, options.threads, options.time_limit)
+        )
     setting = {
         "command": command_line(options.arguments),
         "layers": options.layers,
@@ -280,23 +282,6 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
     return list(chosen.values()), missing, options.baseline
-
-
-def _peaks(
-    measured: Measured, shapes: Shapes, options: argparse.Namespace
-) -> dict[str, int | None]:
-    """Peak bytes by entry, each in a process of its own, now that this one holds no tensors."""
-    peaks = {}
-    for each in (result.entry for result in measured.results):
-        say(f"{each.name}: measuring peak memory in a process of its own")
-        try:
-            peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
-        except KeyboardInterrupt:
-            measured.interrupted = True
-            break
-        if peaks[each.name] is None:
-            say(f"{each.name}: peak memory could not be measured")
-    return peaks
 
 
 def _shapes(options: argparse.Namespace) -> Shapes:

@@ -6,19 +6,20 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 import torch
 
 from torch_bf16.errors import first_line
+from torch_bf16.tools.silence import quiet
+from torch_bf16.tools.system_memory import available_bytes
 
 from .clock import Clock, clock_for
 from .entries import Entry
-from .memory import available_bytes, group_entries, needed_bytes
+from .grouping import groups_that_fit
 from .models import Shapes
 from .running import Copy, Running
-from .time_limit import quiet, time_limit
+from .time_limit import time_limit
 
 __all__ = ["Measured", "Result", "measure"]
 
@@ -124,7 +125,7 @@ def measure(
         available = max(0, free - _SPARE_BYTES[device.type])
     baseline = entries[0]
     measured = Measured(ours=[each.name for each in entries if each.is_ours])
-    waiting = _groups(entries, shapes, device, available, most, measured)
+    waiting = groups_that_fit(entries, shapes, device, available, most, measured.failures)
     finished: dict[str, Result] = {}
     while waiting:
         group = waiting.pop(0)
@@ -177,37 +178,6 @@ def measure(
             for result in measured.results:
                 result.launches = _launches(result.entry, shapes, clock, first_seconds)
     return measured
-
-
-def _groups(
-    entries: Sequence[Entry],
-    shapes: Shapes,
-    device: torch.device,
-    available: int | None,
-    most: int | None,
-    measured: Measured,
-) -> list[list[Entry]]:
-    def need(entry: Entry) -> int:
-        return needed_bytes(entry, shapes)
-
-    baseline, fitting = entries[0], []
-    for each in entries:
-        if available is None or need(each) <= available:
-            fitting.append(each)
-        else:
-            measured.failures[each.name] = (
-                f"needs about {need(each) / 2**30:.1f} GiB on {device}, "
-                f"where {available / 2**30:.1f} GiB can be used"
-            )
-    if available is not None and baseline not in fitting:
-        total = sum(map(prod, shapes))
-        fits = int(total * available / need(baseline)) // 10**6
-        raise MemoryError(
-            f"the baseline {baseline.name!r} {measured.failures[baseline.name]}. Free memory, "
-            "choose a --baseline that stores less, a smaller --model, or "
-            f"--model random --parameters {fits}e6"
-        )
-    return group_entries(fitting, need, available, most)
 
 
 def _start(

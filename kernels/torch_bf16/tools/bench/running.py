@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from torch_bf16.tools.optimizer_bytes import held_bytes, moved_bytes
+
 from .clock import Clock
 from .entries import Entry
-from .memory import held_bytes, moved_bytes
 from .models import Shapes
 from .ways import step_of
 

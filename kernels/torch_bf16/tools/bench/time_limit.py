@@ -1,46 +1,13 @@
-"""Silence and time limits for libraries that print, warn at every step, or compile forever."""
+"""A time limit for libraries that compile for minutes, or forever."""
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
-import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 
-__all__ = ["quiet", "time_limit"]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Drop warnings, log messages, and what is printed by this process and by its children."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The descriptors, too, because compilers and autotuners write from C++ and child processes.
-    kept = [os.dup(number) for number in (1, 2)]
-    disabled = logging.root.manager.disable
-    with (
-        tempfile.TemporaryFile("w", errors="replace") as sink,
-        redirect_stdout(sink),
-        redirect_stderr(sink),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        for number in (1, 2):
-            os.dup2(sink.fileno(), number)
-        try:
-            yield
-        finally:
-            sink.flush()
-            for number, copy in zip((1, 2), kept, strict=True):
-                os.dup2(copy, number)
-                os.close(copy)
-            logging.disable(disabled)
+__all__ = ["time_limit"]
 
 
 @contextmanager

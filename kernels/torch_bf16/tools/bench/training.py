@@ -22,10 +22,10 @@ from torch_bf16.gradients.clipping import clip_next_step
 from torch_bf16.model.arithmetic import arithmetic
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.tools.system_memory import peak_growth
 
 from .clock import Clock, clock_for
 from .entries import OPTIONS
-from .memory import peak_growth
 
 __all__ = ["BASELINE", "PHASES", "Row", "Timed", "every_row", "peak_of", "time_rows"]
 

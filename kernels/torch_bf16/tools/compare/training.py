@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from torch_bf16.errors import described
-from torch_bf16.tools.bench.memory import held_by_role
 from torch_bf16.tools.factory import backward, loss_of
+from torch_bf16.tools.optimizer_bytes import held_by_role
 
 from .rows import Choice, Row, set_rate
 from .schedule import learning_rate_factor

@@ -13,10 +13,10 @@ import torch
 from torch_bf16.backends import explain
 from torch_bf16.backends.certificates import is_lost
 from torch_bf16.tools.arguments import add_json_argument, device_argument, picture_to_write
-from torch_bf16.tools.bench.memory import available_bytes
 from torch_bf16.tools.bench.plot import plot
 from torch_bf16.tools.machine import device_state, machine, variables
 from torch_bf16.tools.output import STANDARD_OUTPUT, command_line, date, publish, say
+from torch_bf16.tools.system_memory import available_bytes
 
 from .certificates import certify, fresh_verdicts
 from .report import show
