@@ -255,7 +255,7 @@ def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) ->
 def _keep_other_record(folder: Path, what: str) -> None:
     """Refuse to replace the record of another comparison."""
     path = folder / _RECORD
-    if path.is_file() and (before := _load(path)["what"]) != what:
+    if path.is_file() and (before := _load(path, shown=False)["what"]) != what:
         raise ValueError(
             f"{path} compares {before}, and would be replaced by a comparison of {what}: give "
             "another --out FOLDER"
@@ -272,14 +272,15 @@ def _record_path(words: Sequence[str]) -> Path | None:
     return path if path.is_file() and ours else None
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, shown: bool = True) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
         if (found["kind"], found["schema"]) != ("compare", 1):
             raise ValueError("it is of another kind or version")
-        page(found)
         if not isinstance(found["healthy"], bool):
             raise ValueError("it has no verdict")
+        if shown:
+            page(found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a record of this version of compare: {described(error)}"
