@@ -19,6 +19,8 @@ __all__ = [
     "check_torch",
     "described",
     "first_line",
+    "is_partial",
+    "mark_partial",
     "prefix_errors",
     "suffix_errors",
     "version_numbers",
@@ -98,6 +100,19 @@ def with_article(each: object) -> str:
 def described(error: BaseException) -> str:
     """An error of other code for a message: its class, and 500 characters of what it says."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def mark_partial(error: BaseException) -> None:
+    """Note on an error that some of the tensors which were to be updated are, and others are not.
+
+    A mark, so that the error keeps its class: programs catch torch's for memory.
+    """
+    error.__dict__["torch_bf16_partial"] = True
+
+
+def is_partial(error: BaseException) -> bool:
+    """Whether :func:`mark_partial` was called with the error."""
+    return "torch_bf16_partial" in error.__dict__
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.errors import mark_partial
 from torch_bf16.numerics.counter_rng import block_keys, draw16, noise_bits
 from torch_bf16.numerics.roots import has_fp64, sqrt
 from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
@@ -78,8 +79,16 @@ class _EagerKernel:
         """Update every tensor of the bucket, in place."""
         bucket = self._bucket
         inputs = with_factors(bucket.variant.rule, bucket.totals, inputs)
-        for tensor, start, stop, part in self._slices(inputs):
-            _run_slice(bucket, inputs, tensor, part, start, stop)
+        writes = False
+        try:
+            for tensor, start, stop, part in self._slices(inputs):
+                planes, numbers = _update(bucket, inputs, tensor, part, start, stop)
+                writes = True
+                _encode(bucket, inputs, tensor, planes, numbers, start, stop)
+        except BaseException as error:
+            if writes:
+                mark_partial(error)
+            raise
 
     @subnormals_kept()
     def measure(self, inputs: KernelInputs) -> None:
@@ -129,19 +138,34 @@ def _arguments(
     return weight, gradient.float(), tuple(states), scalars
 
 
-def _run_slice(
+def _update(
     bucket: Bucket, inputs: KernelInputs, tensor: int, gradient: Tensor, start: int, stop: int
-) -> None:
-    formats = bucket.variant.formats
+) -> tuple[list[Any], list[Tensor]]:
+    """The planes of a slice of a tensor, for each number, and the numbers that go there."""
     planes, numbers = _decode(bucket, tensor, start, stop)
     update = lift_rule(bucket.variant.rule.update)
     weight, states = update(*_arguments(numbers, gradient, inputs, tensor))
+    return planes, [weight, *states]
 
-    for number, (each, x, views) in enumerate(zip(formats, (weight, *states), planes, strict=True)):
+
+def _encode(
+    bucket: Bucket,
+    inputs: KernelInputs,
+    tensor: int,
+    planes: list[Any],
+    numbers: list[Tensor],
+    start: int,
+    stop: int,
+) -> None:
+    """Write the numbers of a slice of a tensor to its planes."""
+    variant, words = bucket.variant, {}
+    for each, x, views, draw in zip(variant.formats, numbers, planes, variant.draws, strict=True):
         r = None
         if each.stochastic:
-            draw = bucket.variant.draws[number]
-            r = draw16(_noise(bucket, inputs, tensor, draw.stream, start, stop), draw)
+            # Numbers that share a stream share its words.
+            if draw.stream not in words:
+                words[draw.stream] = _noise(bucket, inputs, tensor, draw.stream, start, stop)
+            r = draw16(words[draw.stream], draw)
         each.encode(x, r, views)
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_bf16.errors import mark_partial
+
 from .backend import Backend, Kernel
 from .bucket import Bucket
 from .bus import Bus, bus_of, in_host_memory
@@ -343,12 +345,19 @@ class StagedKernel:
         self._run(inputs, reads=True)
 
     def _run(self, inputs: KernelInputs, *, reads: bool) -> None:
-        with self._staging as staging:
-            for each in self._loads:
-                part, moves = each.inputs(inputs)
-                if any(gradient is not None for gradient in part.gradients):
-                    kernel = each.kernel.measure if reads else each.kernel
-                    staging.run(each.slot, moves, functools.partial(kernel, part), reads)
+        writes = False
+        try:
+            with self._staging as staging:
+                for each in self._loads:
+                    part, moves = each.inputs(inputs)
+                    if any(gradient is not None for gradient in part.gradients):
+                        kernel = each.kernel.measure if reads else each.kernel
+                        staging.run(each.slot, moves, functools.partial(kernel, part), reads)
+                        writes = True
+        except BaseException as error:
+            if writes:
+                mark_partial(error)
+            raise
 
     def compile(self, n_scalars: int) -> None:
         """Compile everything that the first call would compile."""

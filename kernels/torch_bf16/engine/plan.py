@@ -7,7 +7,7 @@ gradient stays in its batch: a null entry in the table of gradients tells the ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs, holding
 from torch_bf16.backends.host_scalars import evaluate
-from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Shard
 
 from . import data_writes
@@ -26,6 +25,7 @@ from .guard import Guard, StepGradients
 from .launches import Active, Launch, Row, source_of
 from .member import Member
 from .ownership import Round
+from .progress import Progress
 from .recording import Recording
 from .setting import Setting
 from .statistics import Statistics
@@ -257,7 +257,7 @@ class Plan:
         active, gradients = self._active(), self._guard.gradients()
         if active.has_directions:
             inputs = inputs.on_host()
-        done: set[Launch] = set()
+        progress = Progress()
         try:
             with holding(self.devices):
                 if self._statistics:
@@ -266,15 +266,15 @@ class Plan:
                         if launch.has_statistic:
                             launch.measure(gradients, rows)
                     self._statistics.reduce()
-                self._run(active, gradients, scalars, inputs, done)
+                self._run(active, gradients, scalars, inputs, progress)
         except BaseException as error:
+            done = progress.done
             for launches, source, _ in active.sources:
                 updated = [np.full(len(launch.rows), launch in done) for launch in launches]
                 source.count(np.concatenate(updated))
             for member in (launch.rows[0].member for launch in done if launch.has_direction):
                 member.steps = int(member.state["step"])
-            numbers = {row.number for launch in done for row in launch.rows}
-            _say_what_was_updated(error, len(numbers), self._solver.prepared)
+            progress.tell(error, self._solver.prepared)
             self._solver.prepared.clear()
             raise
         for _, source, _ in active.sources:
@@ -286,7 +286,7 @@ class Plan:
         gradients: StepGradients,
         scalars: Sequence[ScalarRows],
         inputs: StepInputs,
-        done: set[Launch],
+        progress: Progress,
     ) -> None:
         waiting = {}
         for launch, rows in zip(active.launches, scalars, strict=True):
@@ -296,12 +296,12 @@ class Plan:
                     # Somebody may have written ``state["step"]``.
                     launch.rows[0].member.steps = int(rows.steps[0]) - 1
             else:
-                _carry_out(launch, done, launch.run, gradients, rows)
+                progress.carry_out(launch, launch.run, gradients, rows)
         if waiting:
             directions = self._solver.run(self.is_active, gradients.tensors, inputs)
             for number, direction in directions:
                 launch, rows = waiting[number]
-                _carry_out(launch, done, launch.follow, direction, rows)
+                progress.carry_out(launch, launch.follow, direction, rows)
                 # Free it before the next one is computed.
                 del direction
 
@@ -337,26 +337,3 @@ class Plan:
             active = self._sets[key]
             self._selected = is_active, active
         return active
-
-
-def _carry_out(launch: Launch, done: set[Launch], work: Callable[..., None], *args: Any) -> None:
-    """Run a launch and note it as done; an interrupt, which comes after its kernel, keeps it so."""
-    done.add(launch)
-    try:
-        work(*args)
-    except Exception:
-        done.discard(launch)
-        raise
-
-
-def _say_what_was_updated(error: BaseException, updated: int, prepared: Mapping[int, str]) -> None:
-    if isinstance(error, Exception):
-        what = f"{updated} parameters were updated and their steps counted, the others not"
-        what = what if updated else UNTOUCHED
-        for state in sorted({*prepared.values()}):
-            what += (
-                f", but {state} of {len(prepared)} parameters may hold this step's gradients "
-                "already: go on with the next ones, or load a state dict to repeat the step"
-            )
-        said = f"{error}".rstrip(".") or type(error).__name__
-        error.args = (f"{said}. {what}",)

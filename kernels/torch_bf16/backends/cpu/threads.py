@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from torch_bf16.backends.subnormals import flushes_subnormals
+from torch_bf16.errors import mark_partial
 
 from . import PROCESS
 from .job import FUNCTION, Work, finished, share
@@ -53,10 +54,11 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
     else:
         _run_on_pool(work, job.ctypes.data, threads)
     if not finished(job):
-        raise RuntimeError(
-            "a kernel of torch_bf16's cpu backend broke off, for the reason printed above: some "
-            "of its tensors are updated and some are not. Load the last checkpoint before going on"
+        error = RuntimeError(
+            "a kernel of torch_bf16's cpu backend broke off, for the reason printed above"
         )
+        mark_partial(error)
+        raise error
 
 
 @functools.cache
