@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import with_article
 from torch_bf16.model import remainders
-from torch_bf16.sharding import local, reshard, same_memory, shard_of
+from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
@@ -29,9 +29,23 @@ from .overwritten import without_remainders
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["exact_weights", "find_and_write", "read", "write"]
+__all__ = ["Write", "exact_weights", "find_and_write", "read", "write"]
 
 _Place: TypeAlias = tuple[int, int]
+
+
+class Write(NamedTuple):
+    """Numbers for a parameter.
+
+    Attributes:
+        place: the number of the parameter's group in the optimizer, and its position there.
+        parameter: the parameter.
+        value: the numbers.
+    """
+
+    place: _Place
+    parameter: Tensor
+    value: Tensor
 
 
 def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
@@ -64,31 +78,47 @@ def find_and_write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -
         )
     _check_value(optimizer, place, parameter, value)
     reshard([parameter])
-    write(optimizer, place, parameter, value)
+    write(optimizer, [Write(place, parameter, value)])
 
 
-def write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
-    """Write fp32 numbers into a parameter and what its format keeps beside it.
+def write(optimizer: BF16Optimizer, writes: Iterable[Write]) -> None:
+    """Write fp32 numbers into parameters and what their formats keep beside them, all at once.
 
     Args:
-        optimizer: the optimizer that has the parameter.
-        place: the number of its group, and its position there.
-        parameter: the parameter; not gathered by FSDP2.
-        value: fp32, of the parameter's shape.
+        optimizer: the optimizer that has the parameters.
+        writes: parameters, not gathered by FSDP2, with their numbers, fp32 in their shapes.
     """
-    if parameter.dtype != torch.bfloat16:
-        parameter.copy_(value)
-        return
-    number, position = place
-    engine, group = optimizer._engine, optimizer.param_groups[number]
-    shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
-    value = value.detach().to(parameter.device)
+    encoder, engine, encoded = Encoder(), optimizer._engine, []
+    for each in writes:
+        if each.parameter.dtype == torch.bfloat16:
+            shard = shard_of(each.parameter, engine.names.key(optimizer.param_groups, *each.place))
+            snapshot = engine.snapshots.setdefault(each.parameter, Snapshot.of(shard))
+            state = _queue(encoder, optimizer, each, shard, snapshot)
+            encoded.append((shard, state, snapshot))
+        else:
+            each.parameter.copy_(each.value)
+    encoder.run(optimizer.recipe.seed, optimizer.backend)
+    for shard, state, snapshot in encoded:
+        # Kernels write through addresses, which autograd does not notice.
+        torch.autograd.graph.increment_version(shard.parameter)
+        snapshot.version = shard.version()
+        data_writes.note_step([snapshot.data])
+        snapshot.data = data_writes.DataWatch.of(shard, state, snapshot.data)
+
+
+def _queue(
+    encoder: Encoder, optimizer: BF16Optimizer, write: Write, shard: Shard, snapshot: Snapshot
+) -> dict[str, Any]:
+    """Add a parameter's numbers to an encoder, and return its state, which is complete then."""
+    parameter, (number, position) = write.parameter, write.place
+    value = write.value.detach().to(parameter.device)
     # Under FSDP1 a parameter has the shape of this rank's part.
     part = value if shard.in_row else shard.take(value)
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:
         label = functools.partial(optimizer.label, number, position)
+        group = optimizer.param_groups[number]
         complete = optimizer._complete(state, shard, group, label, Changes())
         # Replace the dict only if needed, because plans and graphs refer to it.
         if complete.keys() != state.keys() or any(complete[k] is not state[k] for k in complete):
@@ -96,22 +126,15 @@ def write(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Ten
             dict.__setitem__(optimizer.state, parameter, state)
             note_replaced(optimizer.state)
         remainders.forget(shard)
-    snapshot = engine.snapshots.setdefault(parameter, Snapshot.of(shard))
     # Its noise must differ from that of the steps around it and of any write before it.
     step = int(state.get(COUNTER, state.get("step", 0)) or 0)
     count = snapshot.writes[1] + 1 if snapshot.writes[0] == step else 0
     snapshot.writes = step, count
     planes = [local(parameter).detach(), *(local(state[k]) for k in format_.plane_names("")[1:])]
-    encoder = Encoder()
     for span in shard.spans:
         span = replace(span, name=f"{span.name}/exact weight {count}")
         encoder.add(format_, planes, part, span, step + 1)
-    encoder.run(optimizer.recipe.seed, optimizer.backend)
-    # Kernels write through addresses, which autograd does not notice.
-    torch.autograd.graph.increment_version(parameter)
-    snapshot.version = shard.version()
-    data_writes.note_step([snapshot.data])
-    snapshot.data = data_writes.DataWatch.of(shard, state, snapshot.data)
+    return state
 
 
 def _check_value(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
@@ -191,11 +214,15 @@ def exact_weights(
                     f"which has shape {tuple(parameter.shape)}. Nothing was changed"
                 )
         reshard(owners)
+        writes: dict[BF16Optimizer, list[Write]] = {each: [] for each in ours}
         for name, parameter in named.items():
             if parameter in owners:
-                write(*owners[parameter], parameter, weights[name])
+                owner, place = owners[parameter]
+                writes[owner].append(Write(place, parameter, weights[name]))
             elif not same_memory(weights[name], parameter):
                 parameter.copy_(weights[name])
+        for optimizer, of_optimizer in writes.items():
+            write(optimizer, of_optimizer)
 
 
 def _placed(optimizer: BF16Optimizer) -> Iterator[tuple[_Place, Tensor]]:

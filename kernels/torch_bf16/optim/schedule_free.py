@@ -24,6 +24,7 @@ from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes
 
 from . import exact_weights
+from .exact_weights import Write
 from .optimizer import BF16Optimizer
 
 __all__ = ["AdamWScheduleFree", "SGDScheduleFree"]
@@ -115,7 +116,7 @@ class _ScheduleFree(BF16Optimizer):
             aside = Home.of(shard, self.recipe).put(now.to(kept.planes[0].dtype, copy=True))
             aside = shard.place(aside)
         if len(format_.planes) > 1:
-            exact_weights.write(self, place, parameter, shard.place(value))
+            exact_weights.write(self, [Write(place, parameter, shard.place(value))])
         else:
             shard.memory.copy_(value)
         # Only now, because the write may fail. It may also have replaced the dict of the state.

@@ -6,6 +6,7 @@ once, to the nearest that the new format can hold; those that change are counted
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,14 +65,23 @@ def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
     Returns:
         The format, or None if no format has such planes.
     """
+    dtypes = {key: getattr(value, "dtype", None) for key, value in state.items()}
+    if not name:
+        dtypes[""] = torch.bfloat16
+    for format_, planes in _planes_of_formats(name):
+        if all(dtypes.get(key) == dtype for key, dtype in planes):
+            return format_
+    return None
 
-    def fits(format_: Format) -> bool:
-        dtypes = [getattr(state.get(key), "dtype", None) for key in format_.plane_names(name)]
-        if not name:
-            dtypes[0] = torch.bfloat16
-        return dtypes == [plane.dtype for plane in format_.planes]
 
-    return max(filter(fits, FORMATS.values()), key=lambda each: len(each.planes), default=None)
+@functools.cache
+def _planes_of_formats(name: str) -> list[tuple[Format, list[tuple[str, torch.dtype]]]]:
+    """Every format with its planes' keys and dtypes, those with most planes first."""
+    found = [
+        (each, [*zip(each.plane_names(name), (p.dtype for p in each.planes), strict=True)])
+        for each in FORMATS.values()
+    ]
+    return sorted(found, key=lambda pair: len(pair[1]), reverse=True)
 
 
 def without_stale_remainders(
