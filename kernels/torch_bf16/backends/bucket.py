@@ -72,7 +72,7 @@ class Variant:
     def name(self) -> str:
         """A readable part of an identifier, such as ``adamw_bf16_plus_16_fp32_fp32_bfloat16``."""
         dtype = str(self.gradient_dtype).removeprefix("torch.")
-        words = [self.rule.name, *(each.name for each in self.formats), dtype]
+        words = [self.rule.identifier, *(each.name for each in self.formats), dtype]
         return "_".join(words).replace("+", "_plus_")
 
 

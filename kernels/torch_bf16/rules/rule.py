@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from hashlib import blake2b
+from numbers import Number
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 __all__ = [
@@ -101,6 +104,19 @@ class Rule:
     statistic: Callable[..., Any] | None = None
     factor: Callable[[Any], Any] | None = None
 
+    @functools.cached_property
+    def identifier(self) -> str:
+        """The name; of a rule from outside this package with a hash of its code.
+
+        What is kept on disk of other rules is found by the sources of this package.
+        """
+        functions = self.update, self.scalars, self.statistic, self.factor
+        if all(each is None or _is_ours(each) for each in functions):
+            return self.name
+        seen: set[int] = set()
+        facts = "".join(fact for each in functions for fact in _facts(each, seen))
+        return f"{self.name}_{blake2b(facts.encode(), digest_size=8).hexdigest()}"
+
 
 def lift(
     function: Any, arithmetic: Mapping[str, Any], compile: Callable[[Any], Any], **names: Any
@@ -119,6 +135,29 @@ def lift(
     scope = {**function.__globals__, **names, "arithmetic": module}
     for name in function.__code__.co_names:
         used = scope.get(name)
-        if isinstance(used, FunctionType) and used.__module__.startswith(__package__ or ""):
+        if isinstance(used, FunctionType) and _is_ours(used):
             scope[name] = lift(used, arithmetic, compile, **names)
     return compile(FunctionType(function.__code__, scope, function.__name__))
+
+
+def _is_ours(function: Any) -> bool:
+    return str(function.__module__).startswith(__package__ or "")
+
+
+def _facts(value: Any, seen: set[int]) -> Iterator[str]:
+    """What a function computes, as text: its code, and the numbers and functions it refers to."""
+    if isinstance(value, CodeType):
+        yield value.co_code.hex()
+        for each in value.co_consts:
+            yield from _facts(each, seen)
+    elif isinstance(value, FunctionType):
+        if not _is_ours(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield from _facts(value.__code__, seen)
+            for name in value.__code__.co_names:
+                yield name
+                yield from _facts(value.__globals__.get(name), seen)
+    else:
+        # Of other objects, the address would be part of the text.
+        plain = isinstance(value, (Number, str, tuple))
+        yield repr(value) if plain else type(value).__name__
