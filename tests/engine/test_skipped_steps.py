@@ -80,6 +80,18 @@ def test_found_inf_leaves_every_bit_and_the_step_count(name, recipe, backend):
     assert (optimizer.skipped_steps, other.skipped_steps) == (2, 0)
 
 
+def test_two_requests_to_skip_do_not_take_each_other_away():
+    optimizer = make_optimizer("adamw", "master", "cpu", make_parameters().items())
+    take_steps(optimizer, [0])
+    before = snapshot(optimizer)
+    set_gradients(parameters_of(optimizer), 1)
+    optimizer.skip_next_step_where(torch.tensor(-1.0))
+    optimizer.found_inf = torch.tensor([1.0])
+    optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 1
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, torch_bf16.GradScaler])
 @pytest.mark.parametrize("unscale", [False, True])
 @every_backend

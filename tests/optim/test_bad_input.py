@@ -165,6 +165,23 @@ def test_two_parameters_over_the_same_memory_are_refused(ours):
     )
 
 
+def test_parameters_that_overlap_are_refused_and_those_side_by_side_are_not():
+    flat, columns = torch.randn(24, dtype=BF16), torch.randn(4, 6, dtype=BF16)
+    apart = [nn.Parameter(flat[:8]), nn.Parameter(flat[8:])]
+    apart += [nn.Parameter(columns[:, :2]), nn.Parameter(columns[:, 2:])]
+    optimizer = torch_bf16.AdamW(apart, lr=0.1)
+    over = torch_bf16.AdamW([nn.Parameter(flat[4:16]), nn.Parameter(flat[:8])], lr=0.1)
+    for each in (*params(optimizer), *params(over)):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    assert_step_refused(
+        over, ValueError, "number 0 of group 0.* and .*number 1 of group 0.*same memory"
+    )
+    rows = torch.randn(26, dtype=BF16).as_strided((10, 8), (2, 1))
+    with pytest.raises(ValueError, match="is an expanded view"):
+        torch_bf16.AdamW([nn.Parameter(rows)], lr=0.1)
+
+
 @every_class
 def test_a_parameter_given_twice_is_refused(ours):
     p = parameter()

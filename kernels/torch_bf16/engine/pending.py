@@ -123,7 +123,9 @@ class Pending:
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         skip = self._found_inf
         if skip is not None and found_inf is not None:
-            skip = skip + found_inf.to(skip.device, non_blocking=True)
+            of_scaler = found_inf.to(skip.device, non_blocking=True)
+            # Not their sum: a user's number may be negative.
+            skip = ((skip != 0) | (of_scaler.reshape(()) != 0)).float()
         return StepInputs(self.coefficient, grad_scale, found_inf if skip is None else skip)
 
     def get_ready(self, devices: Iterable[torch.device]) -> None:

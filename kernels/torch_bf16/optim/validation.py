@@ -7,6 +7,7 @@ Messages begin with a verb: the caller prepends the parameter's label.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -125,9 +126,7 @@ def check_parameter(shard: Shard) -> None:
     kind, memory = None, shard.memory
     if parameter.layout != torch.strided:
         kind = f"{parameter.layout}"
-    elif any(
-        n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)
-    ):
+    elif _overlaps_itself(memory):
         kind = "an expanded view"
     elif memory.is_neg() or parameter.is_conj():
         kind = "a view that is negated or conjugated when it is read"
@@ -263,6 +262,16 @@ def check_unchanged(shard: Shard, snapshot: Snapshot, state: Mapping[str, Any]) 
         )
 
 
+def _overlaps_itself(memory: Tensor) -> bool:
+    reach = 1
+    for stride, length in sorted(zip(memory.stride(), memory.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += (length - 1) * stride
+    return False
+
+
 def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> None:
     """Refuse two parameters over the same memory, which one kernel call would update at once.
 
@@ -271,16 +280,20 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> N
         labels: labels of these parameters.
 
     Raises:
-        ValueError: two parameters begin at the same address.
+        ValueError: two parameters begin at the same address, or overlap and are contiguous: others
+            may lie between each other.
     """
-    known: dict[tuple[torch.device, int], Tensor] = {}
+    spans = []
     for each in shards:
-        place = each.memory.device, each.memory.data_ptr()
-        if place[1] and each.memory.numel():
-            other = known.setdefault(place, each.parameter)
-            if other is not each.parameter:
-                raise ValueError(
-                    f"{labels[each.parameter]()} and {labels[other]()} are two parameters over the "
-                    "same memory, which a step would update twice. Tie them by giving both modules "
-                    "one parameter: one.weight = other.weight"
-                )
+        memory = each.memory
+        if memory.data_ptr() and memory.numel():
+            reach = memory.nbytes if memory.is_contiguous() else 1
+            spans.append((str(memory.device), memory.data_ptr(), reach, each.parameter))
+    spans.sort(key=lambda span: span[:2])
+    for (device, start, reach, one), (other_device, begin, _, other) in itertools.pairwise(spans):
+        if device == other_device and begin < start + reach and one is not other:
+            raise ValueError(
+                f"{labels[other]()} and {labels[one]()} are two parameters over the same memory, "
+                "which a step would update twice. Tie them by giving both modules one parameter: "
+                "one.weight = other.weight"
+            )
