@@ -136,8 +136,12 @@ class suffix_errors:
         self._sentence = sentence
 
     # Not a generator, which would take three times as long: every step enters it.
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> suffix_errors:
+        return self
+
+    def cancel(self) -> None:
+        """Append nothing any more: the sentence has stopped being true."""
+        self._sentence = ""
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _USERS) and not str(error).endswith(self._sentence):

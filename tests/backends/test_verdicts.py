@@ -60,6 +60,15 @@ def test_a_folder_that_cannot_be_written_means_a_trial_for_each_process(monkeypa
     assert backend.loads == 4
 
 
+def test_a_full_disk_is_left_without_halves_of_files(fresh, monkeypatch):
+    def fail(*arguments, **named):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(verdicts.json, "dump", fail)
+    assert verdicts.verdict(["a"], lambda: lambda: None) is None
+    assert not [*fresh.glob("*.new")]
+
+
 def test_a_damaged_verdict_is_made_again(fresh):
     assert verdicts.verdict(["a"], lambda: lambda: "wrong") == "wrong"
     (path,) = fresh.glob("*.json")

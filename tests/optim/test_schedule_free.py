@@ -282,6 +282,21 @@ def test_within_averaged_weights_are_the_average_and_after_it_what_they_were():
     assert all(map(torch.equal, saved.values(), exact))
 
 
+def test_one_optimizer_that_cannot_go_back_leaves_no_other_in_eval_mode(monkeypatch):
+    optimizers = [modelled()[1] for _ in range(3)]
+    train = optimizers[1].train
+
+    def refuse(mode=True):
+        if mode:
+            raise ValueError("not now")
+        train(mode)
+
+    monkeypatch.setattr(optimizers[1], "train", refuse)
+    with pytest.raises(ValueError, match="not now"), torch_bf16.averaged(*optimizers):
+        assert not any(each.param_groups[0]["train_mode"] for each in optimizers)
+    assert [each.param_groups[0]["train_mode"] for each in optimizers] == [True, False, True]
+
+
 def _schedule_free(model, recipe):
     named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
     return torch_bf16.AdamWScheduleFree(named, lr=0.01, weight_decay=0.1, recipe=recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -59,6 +60,8 @@ class Release(Protocol):
 
 # All that live, to find out whose step has written a weight.
 _engines: WeakSet[Engine] = WeakSet()
+# Threads may make optimizers while others step.
+_lock = threading.Lock()
 
 
 def _no_model() -> None:
@@ -112,7 +115,8 @@ class Engine:
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _no_model
         self.invalidate()
-        _engines.add(self)
+        with _lock:
+            _engines.add(self)
 
     def tell_next_step(self, too_late: str) -> Pending:
         """The pending requests to the next step, for the caller to add to.
@@ -193,7 +197,9 @@ class Engine:
 
     def stepped_by_another(self, shard: Shard) -> bool:
         """Whether a step of another optimizer of ours has left a parameter as it is now."""
-        others = (each.snapshots.get(shard.parameter) for each in _engines if each is not self)
+        with _lock:
+            engines = [*_engines]
+        others = (each.snapshots.get(shard.parameter) for each in engines if each is not self)
         version = shard.version()
         return any(each is not None and each.version == version for each in others)
 

@@ -65,8 +65,9 @@ class Progress:
         said = f"{error}".rstrip(".") or type(error).__name__
         error.args = (f"{said}. {what}",)
         # Some classes, such as OSError, make their message of something else.
-        if not str(error).endswith(what) and hasattr(error, "add_note"):
-            error.add_note(what)
+        if not str(error).endswith(what):
+            # As add_note does, which Python 3.10 lacks.
+            error.__dict__.setdefault("__notes__", []).append(what)
 
 
 def _members_of(launches: Iterable[Launch]) -> int:

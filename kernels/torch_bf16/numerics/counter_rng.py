@@ -145,11 +145,16 @@ def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:
     Returns:
         int32 bit patterns, the shape of ``index_lo``.
 
+    Raises:
+        ValueError: ``index_lo`` is not int32.
+
     Example:
         >>> keys = block_keys(stream_base(0, tensor_key("w"), WEIGHT.stream), 1, 0)
         >>> noise_bits(*keys, torch.arange(2, dtype=torch.int32))
         tensor([ -599814064, -1543071980], dtype=torch.int32)
     """
+    if index_lo.dtype != torch.int32:
+        raise ValueError(f"noise_bits needs int32 indices, got {index_lo.dtype}")
     x = index_lo ^ _as_int32(k0)
     # torch shifts int32 arithmetically; the masks make the shifts logical.
     x ^= (x >> 17) & 0x7FFF

@@ -144,6 +144,8 @@ def load(
         }
 
     def put(_: Any) -> None:
+        # Errors of the user's hooks, which follow, come too late for it.
+        unchanged.cancel()
         dict.update(optimizer.state, loaded)
         set_seen(optimizer.state, was_seen)
         optimizer._engine.invalidate()
@@ -168,7 +170,7 @@ def load(
         optimizer.register_load_state_dict_post_hook(put, prepend=True),
     ]
     try:
-        with suffix_errors(_UNCHANGED):
+        with suffix_errors(_UNCHANGED) as unchanged:
             if not isinstance(state_dict, dict):
                 schema.check_whole(state_dict)
             load_state_dict(state_dict)

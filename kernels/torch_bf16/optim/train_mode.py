@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -33,13 +33,12 @@ def averaged(*optimizers: Any) -> Iterator[list[Any]]:
     """
     every = [o for each in optimizers for o in (_followers(each) if _is_module(each) else [each])]
     switched = [each for each in _unique(every) if _trains(each)]
-    try:
+    with ExitStack() as stack:
         for each in switched:
+            # One that cannot be switched back keeps no other from it.
+            stack.callback(each.train)
             each.eval()
         yield switched
-    finally:
-        for each in switched:
-            each.train()
 
 
 def follow(model: nn.Module, *optimizers: Any) -> None:

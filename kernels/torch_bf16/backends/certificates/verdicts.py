@@ -100,9 +100,13 @@ def _write(path: Path, key: Sequence[str], fault: str | None) -> None:
     # A folder that has become full or read-only only means that the next process tries again.
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
-        with open(handle, "w") as file:
-            json.dump({"key": list(key), "fault": fault}, file, indent=1)
-        os.replace(name, path)
+        try:
+            with open(handle, "w") as file:
+                json.dump({"key": list(key), "fault": fault}, file, indent=1)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
 def _deaths() -> int:
