@@ -1,5 +1,6 @@
 """What is known of an optimizer's own step: by a table, by the user's word, by its first steps."""
 
+import functools
 import importlib
 
 import pytest
@@ -294,3 +295,51 @@ def test_an_optimizer_that_keeps_attributes_on_parameters_is_refused():
     assert model.weight.dtype == torch.float32
     model.weight.tagged = True  # by another library, and read by no optimizer
     prepare(model, OWN["adadelta"](model.parameters()), "bf16-stochastic")
+
+
+def take_gradient(parameter):
+    parameter.summed, parameter.grad = parameter.grad, None
+
+
+class Hooked(torch.optim.SGD):
+    """As ai-toolkit's Adafactor sums gradients, and its Automagic2 steps, in backward()."""
+
+    def __init__(self, params, lr=0.1, *, how="function"):
+        super().__init__(params, lr)
+        hooks = {
+            "function": take_gradient,
+            "method": self.update,
+            "closure": lambda p: self.update(p),
+            "partial": functools.partial(Hooked.update, self),
+        }
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.register_post_accumulate_grad_hook(hooks[how])
+
+    def update(self, parameter):
+        parameter.data -= parameter.grad
+        parameter.grad = None
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("how", ["function", "method", "closure", "partial"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_steps_or_sums_in_hooks_on_parameters_is_refused(how, dtype):
+    model = torch.nn.Linear(4, 4, dtype=dtype)
+    optimizer = Hooked(model.parameters(), how=how)
+    with pytest.raises(NotImplementedError, match="constructor has put the hook "):
+        prepare(model, optimizer, "bf16-stochastic")
+    assert model.weight.dtype == dtype
+    assert type(optimizer) is Hooked
+
+
+def test_hooks_that_others_put_on_parameters_are_left_to_them():
+    model, seen = torch.nn.Linear(4, 4), []
+    optimizer = OWN["adadelta"](model.parameters())
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    prepare(model, optimizer, "bf16-stochastic")
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    assert seen == [torch.bfloat16]

@@ -20,6 +20,10 @@ _INT8 = (
 )
 
 _RELEASED = "BF16_RELEASE_GRADIENTS=1 and max_grad_norm=0, which steps inside backward(), too"
+_WITHOUT_HOOK = (
+    "Make model and optimizer again, while the weights are float32, over which this class puts no "
+    "hook; the mode casts them afterwards"
+)
 _ADVICE = {
     "bitsandbytes.": "Its 32-bit and paged 32-bit classes are taken as they are; or use torch_bf16."
     f"AdamW with {_INT8}",
@@ -40,6 +44,10 @@ _ADVICE = {
     "schedulefree.radam_schedulefree_closure.": "RAdamScheduleFree of the same package is taken",
     "schedulefree.wrap_schedulefree": "It averages in the weights' own memory, where bf16 loses "
     "most of an average: use torch_bf16.AdamWScheduleFree or SGDScheduleFree",
+    "toolkit.optimizers.adafactor.": _WITHOUT_HOOK,
+    "toolkit.optimizers.adam8bit.": _WITHOUT_HOOK,
+    "toolkit.optimizers.automagic.": _WITHOUT_HOOK,
+    "toolkit.optimizers.prodigy_8bit.": _WITHOUT_HOOK,
     "torch.optim.sparse_adam.": "Make the embedding with sparse=False and give it to Adam or AdamW",
     "torch.optim.lbfgs.": "Train with LBFGS in float32, or in these modes with AdamW or SGD",
     "transformers.trainer_pt_utils.LayerWiseDummyOptimizer": "Use optim='galore_adamw' without "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,11 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     by_parameter = isinstance(getattr(optimizer, "optimizer_dict", None), Mapping)
     if by_parameter or type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
+    if name := _hook_on_parameters(optimizer):
+        return (
+            f"its constructor has put the hook {name} on its parameters, which works on gradients "
+            "and weights in backward(), outside of step(), where no recipe reaches them"
+        )
     if others := overridden(optimizer):
         return (
             f"its GlobalOptimManager overrides {', '.join(others)} of single parameters, which "
@@ -140,6 +146,31 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             "them, without it; `state` is the place for what belongs to a parameter"
         )
     return _pairs_frozen(optimizer) or looks_up(attributes, optimizer.param_groups, parameters)
+
+
+def _hook_on_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of a hook that the optimizer's constructor has put on accumulated gradients.
+
+    Hooks of others, such as a log of gradients, are not the optimizer's business.
+    """
+    kinds = type(optimizer).__mro__
+    makers = [inspect.unwrap(each.__init__) for each in kinds[: kinds.index(torch.optim.Optimizer)]]
+    # Functions that its constructors name, of their module or imported there.
+    named = {
+        id(each.__globals__.get(name))
+        for each in makers
+        if inspect.isfunction(each)
+        for name in each.__code__.co_names
+    }
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+            function = hook.func if isinstance(hook, functools.partial) else hook
+            held = [getattr(function, "__self__", None), *getattr(hook, "args", ())]
+            if inspect.isfunction(function):
+                held += inspect.getclosurevars(function).nonlocals.values()
+            if id(function) in named or any(each is optimizer for each in held):
+                return getattr(function, "__qualname__", type(function).__name__)
+    return None
 
 
 def _pairs_frozen(optimizer: torch.optim.Optimizer) -> str | None:
