@@ -113,3 +113,43 @@ def test_lists_beside_frozen_parameters_are_refused():
     assert model[0].weight.dtype == torch.float32
     del optimizer.param_groups[0]["rates"]
     torch_bf16.prepare(model, optimizer, "bf16-stochastic")
+
+
+class ReadsOneList(torch.optim.Optimizer):
+    """Descent at the first number of a list that is as long as its parameters by chance."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["coefficients"][0])
+        self.state["calls"] = 1
+
+
+def test_a_list_of_numbers_is_not_cut_where_tensors_step_one_at_a_time():
+    model = torch.nn.Linear(4, 4)
+    groups = [{"params": [*model.parameters()], "coefficients": [0.5, 8.0]}]
+    model, optimizer = torch_bf16.prepare(model, ReadsOneList(groups, {}), "bf16-fp32-master")
+    optimizer.bucket_bytes = 1
+    for _ in range(6):
+        before = exact_weights(model, optimizer)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        for was, now in zip(before, exact_weights(model, optimizer), strict=True):
+            torch.testing.assert_close(now, was - 0.5)
+
+
+def test_states_of_the_whole_optimizer_do_not_disturb_the_check_of_roles():
+    model = torch.nn.Linear(4, 4)
+    groups = [{"params": [*model.parameters()], "coefficients": [0.5, 8.0]}]
+    optimizer = ReadsOneList(groups, {})
+    torch_bf16.cast_model(model)
+    optimizer = torch_bf16.convert(optimizer, "bf16-stochastic", roles={"momentum": "exp_avg"})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="roles name momentum"):
+        optimizer.step()

@@ -269,3 +269,31 @@ def test_weight_normalisation_is_computed_in_fp32(normalize):
         assert mine.grad is not None
         assert exact.grad is not None
         assert torch.equal(mine.grad, exact.grad.bfloat16())
+
+
+def as_complex(weight, x):
+    return (torch.view_as_complex(weight.float()) * x).abs()
+
+
+def as_imaginary(weight, x):
+    return torch.view_as_complex(weight.float()).conj().imag * x
+
+
+def as_written(weight, x):
+    copy = weight.float()
+    with torch.no_grad():
+        copy.mul_(2)
+    return copy[:, 0] * x
+
+
+@pytest.mark.parametrize("function", [as_complex, as_imaginary, as_written])
+def test_what_is_made_of_a_copy_of_a_weight_is_saved_as_it_is(function):
+    """Its numbers are not those of the weight, although they lie in the copy's memory."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 2).bfloat16())
+    inputs = [torch.randn(8, requires_grad=True) for _ in range(2)]
+    inputs[1].data.copy_(inputs[0].data)
+    with arithmetic.arithmetic("cpu", "fp32"):
+        function(weight, inputs[0]).square().sum().backward()
+    function(weight, inputs[1]).square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)

@@ -259,3 +259,29 @@ def test_shards_load_their_part(one_rank):
     set_model_state_dict(net, source, options=StateDictOptions(full_state_dict=True))
     found = [each.full_tensor() for each in exact(net, optimizer)]
     assert_equal(found, network().state_dict().values())
+
+
+def test_the_dictionary_of_a_module_alone_keeps_its_numbers_too():
+    net, given = network(), network(1)[0].state_dict()
+    prepared(net, RECIPES["remainder"])
+    before = {name: each.clone() for name, each in given.items()}
+    net[0]._load_from_state_dict(given, "", {}, True, [], [], [])
+    assert_equal(given.values(), before.values())
+
+
+def test_nothing_is_kept_of_tied_weights_after_the_first_step():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.words.weight
+
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = torch_bf16.prepare(model, optimizer, RECIPES["remainder"])
+    loaded = Tied().state_dict()
+    model.load_state_dict(loaded)
+    assert torch.equal(optimizer.exact_weight(model.head.weight), loaded["words.weight"])
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    optimizer.step()
+    assert not any(each in remainders._by_owner for each in model.modules())

@@ -7,11 +7,12 @@ does. It may get only some of a group's parameters, and then gets their entries.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from numbers import Number
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ListOptions", "names_of_lists"]
+__all__ = ["ListOptions", "has_numbers", "names_of_lists"]
 
 
 def names_of_lists(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
@@ -29,6 +30,12 @@ def names_of_lists(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
         and name != "params"
         and name not in defaults
     ]
+
+
+def has_numbers(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Whether one of these options holds numbers, which may be no entries of parameters at all."""
+    lists = (group[name] for name in names_of_lists(group, defaults))
+    return any(isinstance(entry, Number) for each in lists for entry in each)
 
 
 class ListOptions:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED
@@ -22,6 +22,7 @@ from torch_bf16.states.views import COUNTER, MASTERS
 from .advice import refusal
 from .capabilities import Traits, is_elementwise
 from .idle_parameters import IdleCopy, may_move
+from .list_options import has_numbers
 from .runner import Runner
 from .working_copy import WorkingCopy
 
@@ -67,6 +68,11 @@ class OwnStep:
         self._kind, self._engine = optimizer.torch_class, optimizer._engine
         self._traits = optimizer._engine.traits
         self._runner = self._new_runner()
+        # Whether something was written that a refusal would have to take back.
+        self._has_stored = False
+        # Numbers by the places of parameters, or in another order: only the class knows.
+        if any(has_numbers(each, optimizer.defaults) for each in optimizer.param_groups):
+            self._traits.couples = True
 
     def take(self, scale: float) -> None:
         """Step on gradients times ``scale``.
@@ -189,14 +195,13 @@ class OwnStep:
             states = self._runner.run(members, originals, method, follow, apart)
         except RuntimeError as error:
             gradients = (each.parameter.grad for each in bucket)
-            if any(each is not None and each.requires_grad for each in gradients):
-                raise NotImplementedError(
-                    f"{refusal(self._kind, _DIFFERENTIATES)}. {UNTOUCHED}"
-                ) from error
+            graphs = any(each is not None and each.requires_grad for each in gradients)
+            if graphs and "does not require grad" in str(error):
+                raise self._refusal(refusal(self._kind, _DIFFERENTIATES)) from error
             raise
         if self._runner.draws and any(each.shard.groups() for each in bucket):
             self._runner.rewind()
-            raise NotImplementedError(f"{_DRAWS}. {UNTOUCHED}")
+            raise self._refusal(_DRAWS)
         for keys, state in zip(keys_before, states, strict=True):
             new = ((key, each) for key, each in state.items() if key not in keys)
             self._traits.narrow |= {k for k, each in new if getattr(each, "dtype", None) in NARROW}
@@ -208,9 +213,13 @@ class OwnStep:
                 computed[1][n] = None
         return computed
 
+    def _refusal(self, why: str) -> NotImplementedError:
+        after = "Other parameters were updated" if self._has_stored else UNTOUCHED
+        return NotImplementedError(f"{why}. {after}")
+
     def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:
         """Encode the computed weights and states of a bucket."""
-        optimizer = self._optimizer
+        optimizer, self._has_stored = self._optimizer, True
         pairs = zip(bucket, computed[1], strict=True)
         moved = [each for each, state in pairs if state is not None]
         if idle := [each for each in moved if each.is_idle]:
@@ -254,9 +263,11 @@ class OwnStep:
         )
 
     def _warn_of_roles(self) -> None:
-        made = {key for state in self._optimizer.state.values() for key in state}
-        unknown = self._traits.named - made
-        self._traits.named = set()
+        named, self._traits.named = self._traits.named, set()
+        states = self._optimizer.state.items()
+        # Others are entries of the optimizer as a whole.
+        made = {key for each, state in states if isinstance(each, Tensor) for key in state}
+        unknown = named - made
         if unknown:
             # A warning, not an error: a state may be made after the first steps.
             warnings.warn(

@@ -128,7 +128,11 @@ def _pack(saved: Tensor) -> Tensor | _Weight:
         return saved
     weight: Any = getattr(cast.next_functions[0][0], "variable", None)
     plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.bfloat16
-    if not plain or weight.stride() != copy.stride():
+    # Another cast gives the numbers of the copy only if nothing has written it.
+    same = plain and weight.stride() == copy.stride() and copy._version == 0
+    # A complex or negated view has the copy's memory, and other numbers.
+    as_it_lies = saved.dtype == copy.dtype and not saved.is_neg()
+    if not same or not as_it_lies or weight.device != copy.device:
         return saved
     layout = saved.size(), saved.stride(), saved.storage_offset()
     return _Weight(weight.detach(), weight._version, *layout)

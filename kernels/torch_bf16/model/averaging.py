@@ -241,8 +241,9 @@ class EMA(AveragedModel):
         exact masters stay valid. Take no optimizer step inside.
 
         Raises:
-            ValueError: ``model`` is not the one that is averaged, or is wrapped.
+            ValueError: ``model`` is not the one that is averaged, or is wrapped or sharded.
         """
+        _refuse(model.parameters())
         averages, own = self._pairs("swapped", model)
         aside = [(tensor, tensor.data) for tensor in own.values()]
         buffers = dict(model.named_buffers())
@@ -263,8 +264,9 @@ class EMA(AveragedModel):
         if self.use_buffers:
             ours.update(self.module.named_buffers())
             theirs.update(model.named_buffers())
-        if ours.keys() != theirs.keys():
-            missing = sorted(ours.keys() ^ theirs.keys())
+        buffers = {name for name, _ in model.named_buffers()}
+        lacking = {name for name, _ in self.module.named_buffers()} - buffers
+        if missing := sorted(ours.keys() ^ theirs.keys() | lacking):
             raise ValueError(
                 f"{method}: this model and the averaged one differ in {missing[:4]}; pass the "
                 "module that EMA was made from, not a wrapper around it"

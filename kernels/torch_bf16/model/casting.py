@@ -134,15 +134,22 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             bits_of[id(t)] = bits
         return weight
 
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    try:
+        # With it, torch would put new parameters into the modules, which no optimizer has.
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
+        # weights.
+        model._apply(cast)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+        # Also if memory ran out half-way: a second call goes on from there.
+        for parameter, gradient in gradients:
+            parameter.grad = gradient.to(parameter.dtype)
+        for each in hooks:
+            each.pass_on()
+        remainders.remember(model, bits_of)
     cast_modules.note(model, recipe, to_bf16, in_bf16, {id(p) for p in asked})
-    # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
-    # weights.
-    model._apply(cast)
-    for parameter, gradient in gradients:
-        parameter.grad = gradient.to(parameter.dtype)
-    for each in hooks:
-        each.pass_on()
-    remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
         _compute_in_fp32(each)
         # In evaluation, unless a part has a hook or autocast is on, TransformerEncoderLayer hands

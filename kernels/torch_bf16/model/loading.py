@@ -39,24 +39,29 @@ def _remembering(original: Any) -> Any:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        bits_of, errors = {}, len(error_msgs)
+        bits_of, given, errors = {}, {}, len(error_msgs)
         recipe = stored_by(self)
         if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
             for key, parameter in _fp32_weights(self, state_dict, prefix):
                 # Rounded here: torch rounds ties differently, and their remainders would not fit.
-                state_dict[key], bits = remainders.split(state_dict[key].detach(), recipe)
+                given[key] = state_dict[key]
+                state_dict[key], bits = remainders.split(given[key].detach(), recipe)
                 if bits is not None:
                     bits_of[id(parameter)] = bits
-        original(
-            self,
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        try:
+            original(
+                self,
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+        finally:
+            # It may be the caller's own, and be loaded into another model.
+            state_dict.update(given)
         if bits_of and len(error_msgs) == errors:
             remainders.remember(self, bits_of)
 

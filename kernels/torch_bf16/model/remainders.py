@@ -107,8 +107,15 @@ def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:
         for name, parameter in owner._parameters.items():
             remainder = remainders.get(id(parameter))
             if parameter is not None and remainder is not None:
-                _by_owner.setdefault(owner, {})[name] = remainder
-                remainder.places.append((ref(owner), name))
+                before = None if remainder.placed else _by_parameter.get(parameter)
+                places = [(ref(owner), name)]
+                if before is not None and before is not remainder:
+                    # Tied weights are loaded once for each of their modules.
+                    places += before.places
+                for reference, key in places:
+                    if (place := reference()) is not None:
+                        _by_owner.setdefault(place, {})[key] = remainder
+                remainder.places.extend(places)
                 if not remainder.placed:
                     _by_parameter[parameter] = remainder
 
