@@ -70,5 +70,5 @@ class Encoder:
         self._tasks, self._copies = [], []
 
     def finish(self) -> None:
-        """End a step: drop the batches that it did not use, as their planes are gone."""
+        """End a step: drop the batches that it did not use, so that their planes can be freed."""
         self._batches, self._used = self._used, {}

@@ -42,8 +42,11 @@ class Observer(Protocol):
 class Accumulation(Protocol):
     """How gradients are summed; see :mod:`torch_bf16.gradients.accumulation`."""
 
-    def hook_parameters(self) -> None: ...
-    def remove(self) -> None: ...
+    def hook_parameters(self) -> None:
+        """Hook new parameters; called after a group was added, and before a release hooks them."""
+
+    def remove(self) -> None:
+        """Leave sums to torch again; called before another takes its place, or on conversion."""
 
 
 class Release(Protocol):
@@ -51,11 +54,25 @@ class Release(Protocol):
 
     by_last_step: bool
 
-    def discard(self) -> None: ...
-    def finish(self, left: list[Tensor]) -> bool: ...
-    def hook_parameters(self, *, anew: bool = False) -> None: ...
-    def remove(self) -> None: ...
-    def steps_next(self, parameter: Tensor) -> bool: ...
+    def discard(self) -> None:
+        """Forget backward passes without a step; called by ``zero_grad``."""
+
+    def finish(self, left: list[Tensor]) -> bool:
+        """Step what still has a gradient; called by ``step``. Returns whether anything stepped."""
+        ...
+
+    def hook_parameters(self, *, anew: bool = False) -> None:
+        """Hook new parameters, or ``anew`` all of them, behind the hooks of a new accumulation.
+
+        Called after a group was added, and once an accumulation has its hooks.
+        """
+
+    def remove(self) -> None:
+        """Return to ordinary steps; called before another release takes its place."""
+
+    def steps_next(self, parameter: Tensor) -> bool:
+        """Whether the next gradient may lead to a step; called before it is added to a sum."""
+        ...
 
 
 # All that live, to find out whose step has written a weight.
@@ -90,10 +107,11 @@ class Engine:
             warning has said that they are not.
         host: name of a host that takes a step by several calls, each with some of the groups.
         divided: what that host does with what the optimizer holds, for its description.
-        warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
         updates: how many steps have begun.
-        blended_steps: the recent ones before which something else moved many numbers in place.
-        warned_of_second_master: whether one has said what a second optimizer of a weight loses.
+        blended_steps: the recent steps before which something else moved many numbers in place.
+        warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
+        warned_of_second_master: whether a warning has said what a second optimizer of a weight
+            loses.
         shares: each group, and its share of the average in the last step, if schedule-free.
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.

@@ -12,7 +12,13 @@ __all__ = ["has_fp64", "sqrt", "sqrt_without_fp64"]
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The square root of fp32 ``x``, as IEEE 754 rounds it: new fp32 tensor.
+    """The square root of fp32 numbers, as IEEE 754 rounds it.
+
+    Args:
+        x: fp32, any shape and strides; the dtype is not checked.
+
+    Returns:
+        A new fp32 tensor of that shape.
 
     Example:
         >>> sqrt(torch.tensor([2.0, 0.25]))
@@ -34,7 +40,8 @@ def has_fp64(device: torch.device) -> bool:
 def sqrt_without_fp64(x: Tensor) -> Tensor:
     """:func:`sqrt` by an fp32 root that may be off by 30 ulp, corrected in integers.
 
-    No operation here meets a subnormal, because such devices may flush them.
+    No operation here meets a subnormal, because such devices may flush them. Args and result as for
+    :func:`sqrt`.
     """
     bits = x.view(torch.int32)
     # A subnormal is its fraction, a whole number, times 2**-149.

@@ -90,8 +90,9 @@ def split16(x: Tensor) -> tuple[Tensor, Tensor]:
         x: fp32, any shape and strides.
 
     Returns:
-        ``(hi, lo)``: bf16 and int16, both of the shape of ``x``. ``lo`` is the signed distance of
-        ``x`` from ``hi`` in units of the last place of fp32; beside a NaN it is the lower payload.
+        ``(hi, lo)``: bf16 and int16, both of the shape of ``x``. ``lo`` is how much
+        larger the magnitude of ``x`` is than that of ``hi``, in units of the last place of fp32;
+        beside a NaN it is the lower payload.
 
     Raises:
         ValueError: if ``x`` is not fp32.
@@ -141,8 +142,9 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         r: int32 in [0, 255], uniform, the shape of ``x``. The range is not checked.
 
     Returns:
-        ``(hi, lo)``: bf16 and int8, both of the shape of ``x``. ``lo`` is the signed distance from
-        ``hi`` in units of 2**8 last places of fp32; beside a NaN it means nothing.
+        ``(hi, lo)``: bf16 and int8, both of the shape of ``x``. ``lo`` is how much
+        larger the magnitude of the rounded number is than that of ``hi``, in units of 2**8 last
+        places of fp32; beside a NaN it means nothing.
 
     Raises:
         ValueError: if ``x`` is not fp32 or ``r`` is not int32.

@@ -25,8 +25,8 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
     format. See :mod:`torch_bf16.rules.rmsprop` for the equations.
 
     Differs from torch.optim: with ``centered`` both means are fp32 in every recipe, and a variance
-    that rounding makes negative counts as zero, where torch gets NaN. ``foreach`` and
-    ``capturable`` are accepted and ignored; ``differentiable`` is refused.
+    that rounding makes negative counts as zero, where torch gets NaN. ``foreach`` is accepted and
+    ignored; ``differentiable`` is refused.
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
@@ -35,7 +35,6 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
         weight_decay: multiplied by the weight and added to the gradient.
         momentum: decay rate of the momentum buffer; 0 keeps none.
         centered: divide by the gradient's standard deviation, not by its root mean square.
-        capturable: ignored.
 
     Example:
         >>> optimizer = torch_bf16.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)

@@ -38,8 +38,8 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     updates everything anyway); ``differentiable`` is refused.
 
     Args:
-        params: bf16 or fp32 parameters, ``(name, parameter)`` pairs, or groups of them. Names key
-            the rounding noise; without names, positions do.
+        params: bf16, fp32 or complex64 parameters, ``(name, parameter)`` pairs, or groups of them.
+            Names key the rounding noise; without names, positions do.
         lr: learning rate, a float or a 0-d tensor.
         betas: decay rates of the first and the second moment.
         eps: added to the square root of the second moment.
@@ -80,7 +80,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
 
     Raises:
         ValueError: the recipe or the backend is unknown, an argument is out of range, or a
-            parameter is neither bf16 nor fp32.
+            parameter is neither bf16, fp32 nor complex64.
         NotImplementedError: two of ``amsgrad``, ``cautious`` and ``update_clipping`` at once.
 
     Example:

@@ -56,6 +56,13 @@ class GraphedStep:
         RuntimeError: no graph can hold the step; the message says what works instead. This is so on
             CPUs, with Muon and Adafactor, with released gradients, with hooks on the step, and if a
             parameter or a gradient is not contiguous.
+
+    Example:
+        >>> step = optimizer.graphed()  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     optimizer.zero_grad(set_to_none=False)
+        ...     model(batch).sum().backward()
+        ...     step()
     """
 
     @torch.no_grad()

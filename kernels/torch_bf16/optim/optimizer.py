@@ -145,7 +145,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             What ``closure`` returned, else None.
 
         Raises:
-            ValueError: a gradient is sparse, or neither bf16 nor fp32.
+            ValueError: a gradient is sparse, or neither bf16, fp32 nor complex64.
             StateMismatchError: a parameter was moved, recast or replaced since its state was made.
             RuntimeError: a CUDA graph is being captured whose replays would not be valid steps.
             In these cases nothing has been updated. Any other error ends with how many parameters
@@ -214,18 +214,18 @@ class BF16Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: no graph can hold the step; see :class:`.graphed.GraphedStep`.
-
-        Example:
-            >>> step = optimizer.graphed()  # doctest: +SKIP
-            >>> for batch in batches:  # doctest: +SKIP
-            ...     optimizer.zero_grad(set_to_none=False)
-            ...     model(batch).sum().backward()
-            ...     step()
         """
         return GraphedStep(self, check_every)
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
-        """The fp32 numbers that a parameter's next step starts from; a copy, unless it is fp32."""
+        """The numbers that a parameter's next step starts from, without rounding to bf16.
+
+        Args:
+            parameter: one of this optimizer's parameters, which is not checked.
+
+        Returns:
+            A new fp32 tensor; of an fp32 or complex64 parameter the parameter itself, detached.
+        """
         return exact_weights.read(self, parameter)
 
     @torch.no_grad()

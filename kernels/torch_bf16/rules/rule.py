@@ -123,12 +123,18 @@ def lift(
 ) -> Any:
     """Translate a rule's function to another dialect.
 
+    Defaults and closures are lost: the function takes all that it needs as arguments or globals.
+
     Args:
-        function: ``update``, ``scalars``, ``statistic`` or ``factor`` of a rule; functions of this
-            package that it calls by name are lifted with it.
+        function: ``update``, ``scalars``, ``statistic`` or ``factor`` of a rule. Functions of this
+            package that it names itself, not in a nested function or as ``module.function``, are
+            lifted with it.
         arithmetic: the dialect's primitives, by their names in :mod:`torch_bf16.rules.arithmetic`.
         compile: applied to each lifted function.
         names: more globals that the dialect needs.
+
+    Returns:
+        What ``compile`` returned for ``function``.
     """
     module = ModuleType("arithmetic")
     vars(module).update(arithmetic)

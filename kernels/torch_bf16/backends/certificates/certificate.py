@@ -53,9 +53,10 @@ _known: dict[tuple[str, str, torch.device], str | None] = {}
 def fault_of(backend: Backend, variant: Variant) -> str | None:
     """Why a backend must not run a variant on its device; None if its bits are right.
 
-    The trial runs once per machine and set of versions, in 1 to 30 ms plus the time to compile;
-    later its verdict is read from a file. A trial that could not be run is repeated by the next
-    process. No collective is called, and no random number of torch is drawn.
+    The trial runs once per machine and set of versions, which takes some tens of milliseconds on a
+    CPU and more on a GPU, besides compilation; later its verdict is read from a file. A trial that
+    could not be run is repeated by the next process. No collective is called, and no random number
+    of torch is drawn.
 
     Args:
         backend: a backend that is available on the device.
