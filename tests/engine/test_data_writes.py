@@ -359,8 +359,8 @@ def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
     assert p.data is not None
     monkeypatch.setattr(cuda_graphs, "capturing", lambda devices: True)
     with pytest.raises(RuntimeError, match=r"their \.data was read, since"):
-        drop_remainders(optimizer, [p], list)
-    drop_remainders(its, [other], list)
+        drop_remainders(optimizer, [p], lambda: ())
+    drop_remainders(its, [other], lambda: ())
 
 
 def test_the_property_can_be_taken_away_and_comes_back_with_a_plan():

@@ -33,9 +33,9 @@ __all__ = [
     "REMAINDERS",
     "DataWatch",
     "WriteCounts",
-    "drop_remainders",
     "note_step",
     "touched",
+    "zero_written",
 ]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
@@ -180,14 +180,14 @@ class DataWatch:
         return memory.view(torch.int16).to(torch.uint8) if memory.dtype == torch.bfloat16 else None
 
 
-def drop_remainders(
+def zero_written(
     parameters: Iterable[Tensor],
     states: dict[Tensor, Any],
     snapshots: Mapping[Tensor, Any],
     count: bool,
     count_in_place: bool,
 ) -> WriteCounts:
-    """Drop the remainders of numbers that are known to have been written since the last step.
+    """Zero the remainders of numbers that are known to have been written since the last step.
 
     Args:
         parameters: the parameters that are about to take a step.
@@ -228,10 +228,9 @@ def drop_remainders(
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    counts = _numbers([*through_data, *in_place])
-    written, moved = counts[: len(through_data)], counts[len(through_data) :]
-    few = sum(moved) <= _FEW * size
-    return WriteCounts(sum(map(bool, written)), 0 if few else sum(map(bool, moved)))
+    counts, n = _numbers([*through_data, *in_place]), len(through_data)
+    few = sum(counts[n:]) <= _FEW * size
+    return WriteCounts(sum(map(bool, counts[:n])), 0 if few else sum(map(bool, counts[n:])))
 
 
 def _numbers(counts: list[Tensor]) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard, Span
 
-__all__ = ["Cut", "Round", "Unit", "rounds_here", "rounds_of", "rounds_over"]
+__all__ = ["Held", "Round", "Unit", "rounds_here", "rounds_of", "rounds_over"]
 
 _TOGETHER = 2**20
 """Elements solved in one call if nothing has to be sent; a larger tensor is solved alone."""
@@ -27,7 +27,7 @@ _AT_A_TIME = 2**24
 """Elements of a round per rank. All are in memory at once, and twice while they are exchanged."""
 
 
-class Cut(Protocol):
+class Held(Protocol):
     """The part of :class:`torch_bf16.sharding.Shard` that is used here."""
 
     parameter: Any
@@ -44,13 +44,11 @@ class Unit:
     """What one rank solves for: a whole tensor, or one matrix of a stack.
 
     Attributes:
-        first: index of the unit's first element in the whole tensor.
         shape: shape of the unit.
         owner: the global rank that solves for it.
         spans: for each global rank, which elements of the unit it holds, and where in its memory.
     """
 
-    first: int
     shape: tuple[int, ...]
     owner: int
     spans: dict[int, Span]
@@ -71,7 +69,7 @@ class Round:
     parameters: list[tuple[Tensor, list[Unit]]]
 
 
-def rounds_here(shards: Iterable[tuple[Cut, Rule]]) -> Iterator[Round]:
+def rounds_here(shards: Iterable[tuple[Held, Rule]]) -> Iterator[Round]:
     """The rounds of parameters that this rank holds entirely."""
     round_, elements = Round(None, 0, []), 0
     for shard, rule in shards:
@@ -79,7 +77,7 @@ def rounds_here(shards: Iterable[tuple[Cut, Rule]]) -> Iterator[Round]:
             yield round_
             round_, elements = Round(None, 0, []), 0
         held = {0: Span.of_whole("", shard.shape)}
-        units = [Unit(first, shape, 0, spans) for first, shape, spans in _cut(shard, rule, held)]
+        units = [Unit(shape, 0, spans) for shape, spans in _cut(shard, rule, held)]
         round_.parameters.append((shard.parameter, units))
         elements += shard.numel
     yield round_
@@ -106,7 +104,7 @@ def rounds_of(shards: Iterable[tuple[Shard, Rule]]) -> list[Round]:
 
 
 def rounds_over(
-    ranks: Sequence[int], rank: int, shards: Sequence[tuple[Cut, Rule]], group: Any = None
+    ranks: Sequence[int], rank: int, shards: Sequence[tuple[Held, Rule]], group: Any = None
 ) -> list[Round]:
     """The rounds of parameters that the same ranks hold.
 
@@ -126,8 +124,8 @@ def rounds_over(
             rounds.append(Round(group, rank, []))
             elements = units = 0
         shard_units = [
-            Unit(first, shape, _owner(spans, shape, work), spans)
-            for first, shape, spans in _cut(*shards[n], shard.holders())
+            Unit(shape, _owner(spans, shape, work), spans)
+            for shape, spans in _cut(*shards[n], shard.holders())
         ]
         rounds[-1].parameters.append((shard.parameter, shard_units))
         elements, units = elements + shard.numel, units + len(shard_units)
@@ -135,12 +133,12 @@ def rounds_over(
 
 
 def _cut(
-    shard: Cut, rule: Rule, held: Mapping[int, Span]
-) -> Iterator[tuple[int, tuple[int, ...], dict[int, Span]]]:
-    """Each unit's first element, shape, and what ranks hold of it; an empty tensor is one unit."""
+    shard: Held, rule: Rule, held: Mapping[int, Span]
+) -> Iterator[tuple[tuple[int, ...], dict[int, Span]]]:
+    """Each unit's shape, and what ranks hold of it; an empty tensor is one unit."""
     shape = _unit_shape(shard, rule)
     for first in range(0, shard.numel, max(prod(shape), 1)) if shard.numel else [0]:
-        yield first, shape, {rank: each.within(first, shape) for rank, each in held.items()}
+        yield shape, {rank: each.within(first, shape) for rank, each in held.items()}
 
 
 def _owner(spans: dict[int, Span], shape: tuple[int, ...], work: dict[int, int]) -> int:
@@ -150,7 +148,7 @@ def _owner(spans: dict[int, Span], shape: tuple[int, ...], work: dict[int, int])
     return owner
 
 
-def _unit_shape(shard: Cut, rule: Rule) -> tuple[int, ...]:
+def _unit_shape(shard: Held, rule: Rule) -> tuple[int, ...]:
     dims = len(shard.shape) if rule.stage_dims is None else rule.stage_dims
     return shard.shape[len(shard.shape) - dims :]
 

@@ -76,19 +76,19 @@ def tensor_key(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def stream_base(seed: int, tensor_key: int, stream: int) -> tuple[int, int]:
+def stream_base(seed: int, key: int, stream: int) -> tuple[int, int]:
     """The two 32-bit words that a tensor's stream starts from, the same at every step.
 
     Args:
         seed: any integer, negative ones included; taken modulo 2**64.
-        tensor_key: from `tensor_key`.
+        key: from `tensor_key`.
         stream: the stream of a `Draw`.
 
     Example:
         >>> stream_base(0, tensor_key("layers.0.weight"), WEIGHT.stream)
         (859313380, 3720075511)
     """
-    packed = struct.pack("<QQB", seed % 2**64, tensor_key, stream)
+    packed = struct.pack("<QQB", seed % 2**64, key, stream)
     return struct.unpack("<II", blake2b(packed, digest_size=8).digest())
 
 

@@ -66,14 +66,15 @@ def attach(engine: Any) -> None:
         for flat in flats:
             formats_of(shard_of(flat), optimizer.rule_of_group(group), optimizer.recipe)
     alias_masters(zero)
-    if optimizer._engine.host is None:
+    ours = optimizer._engine
+    if ours.host is None:
         watch_files(engine, flats[0].device)
-    optimizer._engine.host = "DeepSpeed"
-    optimizer._engine.divided = (
+    ours.host = "DeepSpeed"
+    ours.divided = (
         f"ZeRO-{engine.zero_optimization_stage()} divides that among {engine.dp_world_size} "
         "processes, and DeepSpeed adds up and clips gradients in bfloat16"
     )
-    optimizer._engine.invalidate()
+    ours.invalidate()
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -105,7 +105,7 @@ def without_remainders(
             for key in REMAINDERS & state.keys():
                 valid[key] = shard.place(local(state[key]).masked_fill(changed, 0))
     elif snapshot.version != shard.version():
-        for key in state.keys() & set(MASTERS):
+        for key in state.keys() & MASTERS:
             plane = local(state[key]).clone()
             _replace(plane, shard, key)
             valid[key] = shard.place(plane)
@@ -173,7 +173,7 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
     counts = not engine.warned_of_data_writes
-    written = data_writes.drop_remainders(
+    written = data_writes.zero_written(
         parameters,
         optimizer.state,
         engine.snapshots,

@@ -167,8 +167,8 @@ def _load_kernels(backend: Backend, trial: Trial) -> Callable[[], str | None]:
             return lambda: None
         digests = digests_of(trial.run(EagerBackend(), host))
     runs = {
-        where: trial.load(backend, variant.device, beside)
-        for where, beside in (("aligned tensors", False), ("tensors that are not aligned", True))
+        where: trial.load(backend, variant.device, unaligned)
+        for where, unaligned in (("aligned tensors", False), ("tensors that are not aligned", True))
     }
 
     def other_bits() -> str | None:

@@ -24,8 +24,8 @@ _EXPONENTS = (0, 110, -130)
 
 def wrong_sum(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     """The first sum that a backend gets wrong; None if all are right."""
-    for beside in (False, True):
-        for tensors, expected in _cases(device, dtype, beside):
+    for unaligned in (False, True):
+        for tensors, expected in _cases(device, dtype, unaligned):
             found = backend.squares(tensors)
             value = math.nan if found is None else float(found)
             if found is None or not (value == expected or math.isnan(value) & math.isnan(expected)):
@@ -34,27 +34,27 @@ def wrong_sum(backend: Backend, device: torch.device, dtype: torch.dtype) -> str
 
 
 def _cases(
-    device: torch.device, dtype: torch.dtype, beside: bool
+    device: torch.device, dtype: torch.dtype, unaligned: bool
 ) -> Iterator[tuple[list[Tensor], float]]:
     raw = np.random.PCG64(7).random_raw(sum(_SIZES)) % np.uint64(17)
     whole = raw.astype(np.int64) - 8
     for exponent in _EXPONENTS:
         numbers = whole * 2.0**exponent
         expected = math.ldexp(int((whole**2).sum()), 2 * exponent)
-        yield _placed(numbers, device, dtype, beside), expected
+        yield _placed(numbers, device, dtype, unaligned), expected
     for special, expected in ((math.inf, math.inf), (math.nan, math.nan), (0.0, 0.0)):
         numbers = whole * float(bool(special))
         numbers[len(whole) // 2] = special
-        yield _placed(numbers, device, dtype, beside), expected
+        yield _placed(numbers, device, dtype, unaligned), expected
 
 
 def _placed(
-    numbers: np.ndarray, device: torch.device, dtype: torch.dtype, beside: bool
+    numbers: np.ndarray, device: torch.device, dtype: torch.dtype, unaligned: bool
 ) -> list[Tensor]:
-    """Tensors of these numbers; ``beside`` lets them start one element after an aligned address."""
+    """Tensors of these numbers, which start at an aligned address or one element after it."""
     host = torch.from_numpy(numbers.astype(np.float32)).to(dtype)
     tensors = []
     for part in host.split(_SIZES):
         room = torch.empty(len(part) + 1, dtype=dtype, device=device)
-        tensors.append((room[1:] if beside else room[:-1]).copy_(part))
+        tensors.append((room[1:] if unaligned else room[:-1]).copy_(part))
     return tensors

@@ -157,14 +157,14 @@ class Trial:
         return cls(variant, planes, gradients, runs, groups, scalars)
 
     def load(
-        self, backend: Backend, device: torch.device, beside: bool = False
+        self, backend: Backend, device: torch.device, unaligned: bool = False
     ) -> Callable[[], list[list[np.ndarray]]]:
         """Compile a backend's kernel, and return a function that takes the steps.
 
         Args:
             backend: the backend that takes the steps.
             device: the device it takes them on.
-            beside: let tensors start one element after an aligned address.
+            unaligned: let tensors start one element after an aligned address.
 
         Returns:
             A function that returns the planes after the steps, as :func:`settled` does.
@@ -173,7 +173,7 @@ class Trial:
         def place(array: np.ndarray, dtype: torch.dtype) -> Tensor:
             host = torch.from_numpy(array.view(f"i{array.itemsize}")).view(dtype)
             room = torch.empty(len(host) + 1, dtype=dtype, device=device)
-            return (room[1:] if beside else room[:-1]).copy_(host)
+            return (room[1:] if unaligned else room[:-1]).copy_(host)
 
         formats = self.variant.formats
         planes = [
@@ -201,11 +201,9 @@ class Trial:
 
         return run
 
-    def run(
-        self, backend: Backend, device: torch.device, beside: bool = False
-    ) -> list[list[np.ndarray]]:
-        """The planes after the steps of a backend; arguments as for :meth:`load`."""
-        return self.load(backend, device, beside)()
+    def run(self, backend: Backend, device: torch.device) -> list[list[np.ndarray]]:
+        """The planes after the steps of a backend on aligned tensors; see :meth:`load`."""
+        return self.load(backend, device)()
 
 
 def _group(number: int) -> _Group:

@@ -61,7 +61,7 @@ class _Cost:
 
 
 class _Held:
-    """A weight with the attributes of :class:`torch_bf16.engine.ownership.Cut`."""
+    """A weight with the attributes of :class:`torch_bf16.engine.ownership.Held`."""
 
     def __init__(self, weight: Weight, spans: Mapping[int, Span]) -> None:
         self.parameter, self.shape, self.numel = weight, weight.shape, weight.numel
