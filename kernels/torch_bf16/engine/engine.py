@@ -203,6 +203,12 @@ class Engine:
         self._shown: tuple[int, ...] = ()
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 
+    def keep_snapshots(self, current: Iterable[Any]) -> None:
+        """Keep only the snapshots of these parameters: each keeps its parameter alive."""
+        kept = {*map(id, current)}
+        for parameter in [p for p in self.snapshots if id(p) not in kept]:
+            del self.snapshots[parameter]
+
     def select(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Switch to the plan for the parameters that a host shows now, and keep the last plan."""
         if self.host is None:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +106,7 @@ def make_plan(
         for shard, number, label in collect(optimizer, parameters)
     ]
     if engine.release is None:
-        _check_cast(optimizer, members)
+        remainders.forget(*_check_cast(optimizer, members))
     if kept:
         for parameter in kept.keys() & steps.keys():
             kept[parameter].state["step"] = steps[parameter]
@@ -259,11 +260,8 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     remainders.forget(*intact)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     remainders.forget_empty(every)
-    # Drop snapshots of removed parameters, which they keep alive. A host may show only some groups
-    # at a time: then the others' states remain.
-    current = {*map(id, every), *map(id, optimizer.state)}
-    for parameter in [p for p in snapshots if id(p) not in current]:
-        del snapshots[parameter]
+    # A host may show only some groups at a time: then the others' states remain.
+    optimizer._engine.keep_snapshots(chain(every, optimizer.state))
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:
@@ -279,8 +277,11 @@ def _check_reduced(optimizer: BF16Optimizer) -> None:
     )
 
 
-def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
+def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
     """Check before the first step that the model was cast as the recipe needs it.
+
+    Returns:
+        The parameters that something has made fp32 again since the cast.
 
     Raises:
         ValueError: it was cast for exact masters, and the recipe keeps none.
@@ -289,7 +290,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     real = [each for each in members if not each.parameter.is_complex()]
     matrices = [each for each in real if len(each.shard.shape) > 1]
     if not matrices or any(dict.get(optimizer.state, each.parameter) for each in matrices):
-        return
+        return []
     fp32 = [each.shard for each in members if each.parameter.dtype == torch.float32]
     # Losses with weights of their own cast these to the dtype of their inputs.
     made_fp32 = {id(p) for p in cast_modules.recast_weights()} if fp32 else ()
@@ -316,7 +317,6 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
     if recast:
-        remainders.forget(*recast)
         names = ", ".join(repr(shard.name) for shard in recast[:3])
         _logger.warning(
             "parameters that were cast to bfloat16 are float32 again, because a module, or a hook, "
@@ -324,3 +324,4 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             "start, put their names, or their modules', into keep_fp32",
             *(names, ", ..." if len(recast) > 3 else ""),
         )
+    return recast

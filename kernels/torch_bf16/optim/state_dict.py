@@ -134,7 +134,8 @@ def load(
         was_seen = getattr(optimizer.state, "seen", True)
         schema.check_whole(state_dict)
         header = state_dict.get(schema.HEADER)
-        recipe = schema.check_header(header, optimizer.recipe)
+        schema.check_header(header)
+        recipe = schema.with_saved_seed(optimizer.recipe, header)
         loaded.update(_read(optimizer, state_dict, changes))
         # Without our states, which torch would cast.
         return {
@@ -221,7 +222,7 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise what :func:`load` would raise, without loading anything."""
     with suffix_errors(_UNCHANGED):
         schema.check_whole(state_dict)
-        schema.check_header(state_dict.get(schema.HEADER), optimizer.recipe)
+        schema.check_header(state_dict.get(schema.HEADER))
         theirs, ours = (
             [len(group["params"]) for group in groups]
             for groups in (state_dict["param_groups"], optimizer.param_groups)

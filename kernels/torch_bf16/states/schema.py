@@ -6,8 +6,8 @@ torch and its distributed checkpoints ignore.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch_bf16.errors import CheckpointError, StateMismatchError
@@ -24,6 +24,7 @@ __all__ = [
     "header",
     "narrow_states",
     "readable",
+    "with_saved_seed",
 ]
 
 HEADER = "torch_bf16"
@@ -42,8 +43,8 @@ _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 def header(
     recipe: Recipe,
     names: list[list[str | None]],
-    last_norm: float | None = None,
-    written: bool = False,
+    last_norm: float | None,
+    written: bool,
 ) -> dict[str, Any]:
     """The entry that says how a state dict is to be read.
 
@@ -110,7 +111,7 @@ def readable(saved: Mapping[str, Any]) -> dict[str, Any]:
     state_dict = {"param_groups": [], **saved, "state": states}
     try:
         check_whole(state_dict)
-        check_header(state_dict.get(HEADER), Recipe())
+        check_header(state_dict.get(HEADER))
     except StateMismatchError as error:
         raise CheckpointError(f"the state of an optimizer cannot be read: {error}") from None
     return state_dict
@@ -136,18 +137,17 @@ def check_hyperparameters(saved: Mapping[str, Any], expected: Iterable[str], num
         )
 
 
-def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
-    """The recipe to go on with after loading: the live one, with the saved seed.
+def check_header(saved: Mapping[str, Any] | None) -> None:
+    """Refuse a header that cannot be read.
 
     Args:
         saved: a state dict's ``"torch_bf16"`` entry, None for a state dict that is not ours.
-        recipe: the live optimizer's recipe.
 
     Raises:
         StateMismatchError: the entry is of a newer schema, or damaged.
     """
     if saved is None:
-        return recipe
+        return
     if not isinstance(saved, Mapping) or not isinstance(saved.get("schema"), int):
         raise _damaged(f"{saved!r}")
     if saved["schema"] != SCHEMA:
@@ -172,7 +172,11 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
         raise _damaged(f"its last_norm is {norm!r} and must be a number")
     if not _are_names(narrow := saved.get(NARROW, [])):
         raise _damaged(f"its {NARROW!r} is {narrow!r} and must be a list of names")
-    return dataclasses.replace(recipe, seed=other["seed"])
+
+
+def with_saved_seed(recipe: Recipe, header: Mapping[str, Any] | None) -> Recipe:
+    """The recipe to go on with after loading: the live one, with the seed of a checked header."""
+    return recipe if header is None else replace(recipe, seed=header["recipe"]["seed"])
 
 
 def _damaged(what: str) -> StateMismatchError:
