@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16 import rules
-from torch_bf16.formats import Format
+from torch_bf16.formats import BF16_NEAREST, FP32, Format
 from torch_bf16.numerics.counter_rng import (
     FIRST_MOMENT,
     GRADIENT,
@@ -56,6 +56,12 @@ class Variant:
     gradient_dtype: torch.dtype
     device: torch.device
     strided: bool = False
+
+    @property
+    def read_formats(self) -> tuple[Format, ...]:
+        """The formats of what a kernel reads: the gradient's, and then ``formats``."""
+        gradient = FP32 if self.gradient_dtype == torch.float32 else BF16_NEAREST
+        return gradient, *self.formats
 
     @property
     def draws(self) -> tuple[Draw, ...]:

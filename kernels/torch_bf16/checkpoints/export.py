@@ -184,7 +184,7 @@ def _with_masters(optimizer: OptimizerStates) -> dict[str, Mapping[str, Any]]:
 
 
 def _masters(state: Mapping[str, Any]) -> dict[str, Any]:
-    return masters_in({key: _whole(state[key]) for key in MASTERS if key in state})
+    return masters_in({key: _whole(state[key]) for key in sorted(MASTERS & state.keys())})
 
 
 def _whole(value: Any) -> Any:

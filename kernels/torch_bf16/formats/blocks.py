@@ -23,27 +23,25 @@ from __future__ import annotations
 import torch
 
 from torch_bf16.numerics.roots import sqrt
+from torch_bf16.numerics.rounding import INFINITY, MAGNITUDE, QUIET
 
 from .floats import BF16_NEAREST, BF16_STOCHASTIC
 from .format import Format, Plane
 
-__all__ = ["BLOCK", "INT8", "UINT8"]
+__all__ = ["BLOCK", "INT8", "SCALE", "UINT8"]
 
 BLOCK = 64
 
-_MAGNITUDE = 0x7FFFFFFF
-_INFINITY = 0x7F800000
-_QUIET = 0x00400000
 _SMALLEST_SCALE = 0x0D800000  # 2**-100
 
 
 def _scales(x):
     """The scale of each block: fp32, ``x`` flat."""
-    bits = x.view(torch.int32) & _MAGNITUDE
+    bits = x.view(torch.int32) & MAGNITUDE
     # As integers, NaN is above infinity, and infinity above all numbers.
     largest = bits.view(-1, BLOCK).amax(1) if len(x) else bits
     scale = torch.where(largest == 0, 0, largest.clamp(min=_SMALLEST_SCALE))
-    return torch.where(scale >= _INFINITY, scale | _QUIET, scale).view(torch.float32)
+    return torch.where(scale >= INFINITY, scale | QUIET, scale).view(torch.float32)
 
 
 def _per_scale(scales, top):
@@ -96,11 +94,12 @@ def _split_uint8(x, r):
 
 
 def _shaped(codes, scales, x):
-    return codes.view(x.shape), scales.view(_SCALE.shape(x.shape)) if x.ndim > 1 else scales
+    return codes.view(x.shape), scales.view(SCALE.shape(x.shape)) if x.ndim > 1 else scales
 
 
-_SCALE = Plane("scale", torch.float32, BLOCK)
-_INT8, _UINT8 = (Plane("", torch.int8), _SCALE), (Plane("", torch.uint8), _SCALE)
+SCALE = Plane("scale", torch.float32, BLOCK)
+"""The plane of the blocks' scales, in both formats."""
+_INT8, _UINT8 = (Plane("", torch.int8), SCALE), (Plane("", torch.uint8), SCALE)
 
 INT8 = Format("int8", _INT8, False, _decode_int8, _split_int8, BF16_NEAREST)
 UINT8 = Format("uint8", _UINT8, True, _decode_uint8, _split_uint8, BF16_STOCHASTIC)

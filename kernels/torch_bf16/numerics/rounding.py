@@ -29,13 +29,22 @@ magnitude, and what is a float of 24 bits already comes back bit for bit, whatev
 import torch
 from torch import Tensor
 
-__all__ = ["bf16_nearest", "bf16_stochastic", "join8", "join16", "split8", "split16"]
+__all__ = [
+    "INFINITY",
+    "MAGNITUDE",
+    "QUIET",
+    "bf16_nearest",
+    "bf16_stochastic",
+    "join8",
+    "join16",
+    "split8",
+    "split16",
+]
 
-_SIGN = -0x80000000
-_MAGNITUDE = 0x7FFFFFFF
-_INFINITY = 0x7F800000
-_LARGEST_FINITE = 0x7F7FFFFF
-_QUIET = 0x00400000
+MAGNITUDE, INFINITY, QUIET = 0x7FFFFFFF, 0x7F800000, 0x00400000
+"""Bits of an fp32 number: all but the sign, those of an infinity, and the one of a quiet NaN."""
+
+_SIGN, _LARGEST_FINITE = -0x80000000, 0x7F7FFFFF
 
 
 def bf16_nearest(x: Tensor) -> Tensor:
@@ -130,7 +139,7 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
     upper, lower = _joined_bits(hi, lo, torch.int16, "join16")
     # A visible infinity may stand for a finite number just below it, so it is not special.
     joined = torch.where(_is_nan(upper), upper | (lower & 0xFFFF), upper + lower)
-    zero = (upper & _MAGNITUDE) == 0
+    zero = (upper & MAGNITUDE) == 0
     return torch.where(zero, upper | (lower & 0x7FFF), joined).view(torch.float32)
 
 
@@ -181,7 +190,7 @@ def join8(hi: Tensor, lo: Tensor) -> Tensor:
     """
     upper, lower = _joined_bits(hi, lo, torch.int8, "join8")
     lower <<= 8
-    zero = (upper & _MAGNITUDE) == 0
+    zero = (upper & MAGNITUDE) == 0
     return (upper + torch.where(zero, lower & 0x7FFF, lower)).view(torch.float32)
 
 
@@ -195,7 +204,7 @@ def _bits_of_fp32(x: Tensor, function: str) -> Tensor:
 
 
 def _is_nan(bits: Tensor) -> Tensor:
-    return (bits & _MAGNITUDE) > _INFINITY
+    return (bits & MAGNITUDE) > INFINITY
 
 
 def _check_draws(r: Tensor, top: int, function: str) -> None:
@@ -208,14 +217,14 @@ def _check_draws(r: Tensor, top: int, function: str) -> None:
 
 def _noisy(bits: Tensor, r: Tensor) -> Tensor:
     """Add ``r`` to the magnitude of finite numbers, up to the largest; Inf and NaN stay."""
-    magnitude = bits & _MAGNITUDE
+    magnitude = bits & MAGNITUDE
     rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
-    return torch.where(magnitude < _INFINITY, rounded, bits)
+    return torch.where(magnitude < INFINITY, rounded, bits)
 
 
 def _upper_half(bits: Tensor, rounded: Tensor) -> Tensor:
     """bf16: the upper half of ``rounded``, or for a NaN that of ``bits``, made quiet."""
-    result = torch.where(_is_nan(bits), bits | _QUIET, rounded)
+    result = torch.where(_is_nan(bits), bits | QUIET, rounded)
     # The arithmetic shift leaves a value in the range of int16, so the cast loses nothing.
     return (result >> 16).to(torch.int16).view(torch.bfloat16)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAFACTOR, ADAFACTOR_VECTOR, Rule
 from torch_bf16.sharding import local, shard_of
 
+from .group_direction import GroupDirection
 from .optimizer import BF16Optimizer
 from .validation import check_real
 
@@ -95,23 +95,18 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         return (_Matrix if len(member.shard.shape) > 1 else _Vector)(self, member)
 
 
-class _Relative:
+class _Relative(GroupDirection):
     """Base of the directions of matrices and vectors: steps relative to the size of the weights."""
 
     prepares = None
 
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
-        # A weak reference, because the optimizer's plan holds this object; and not to the groups,
-        # because loading a state dict replaces them.
-        self._optimizer, self._member = proxy(optimizer), member
+        super().__init__(optimizer, member)
+        self._member = member
 
     @property
     def kind(self) -> int:
-        return self._member.group
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return self._optimizer.param_groups[self._member.group]
+        return self._group
 
     @property
     def _eps(self) -> float:
@@ -120,9 +115,9 @@ class _Relative:
 
     def _begin(self, step: int, inputs: StepInputs) -> Tensor:
         """Set up a step; returns this rank's part of the weight, fp32 if bf16 is not all of it."""
-        group, member = self._options, self._member
-        self._step, self._share = step, float(step) ** group["beta2_decay"]
-        self._scale = float(inputs.multiplier) * (-1.0 if group.get("maximize") else 1.0)
+        member = self._member
+        self._step, self._share = step, float(step) ** self._options["beta2_decay"]
+        self._scale = self._scale_of(inputs)
         format_, memory = member.formats[0], member.shard.memory.contiguous()
         beside = [local(member.state[key]) for key in format_.plane_names("")[1:]]
         return format_.decode((memory, *fetch(beside, memory.device))) if beside else memory

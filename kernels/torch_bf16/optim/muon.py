@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAMW, AVERAGE, FIRST_MOMENT, MUON, Rule
 from torch_bf16.sharding import Span, local, shard_of
 
+from .group_direction import GroupDirection
 from .newton_schulz import orthogonalise_each
 from .optimizer import BF16Optimizer
 from .validation import check_real
@@ -169,16 +169,14 @@ class Muon(BF16Optimizer, _TorchMuon):
         return _Momentum(self, member)
 
 
-class _Momentum:
+class _Momentum(GroupDirection):
     """The direction of a parameter: its momentum, with each matrix orthogonalised."""
 
     answer = None, torch.bfloat16
     prepares = "momentum_buffer"
 
     def __init__(self, optimizer: Muon, member: Member) -> None:
-        # A weak reference, because the optimizer's plan holds this object; and not to the groups,
-        # because loading a state dict replaces them.
-        self._optimizer, self._group = proxy(optimizer), member.group
+        super().__init__(optimizer, member)
         shard, dtype, recipe = member.shard, member.parameter.dtype, optimizer.recipe
         self._shape, self._local_shape = shard.shape, shard.memory.shape
         self._device = shard.memory.device
@@ -196,17 +194,12 @@ class _Momentum:
         return Task(span, AVERAGE, (self._format,), (planes,), gradient, self._device)
 
     @property
-    def _options(self) -> dict[str, Any]:
-        return self._optimizer.param_groups[self._group]
-
-    @property
     def kind(self) -> tuple[tuple[float, ...], int, float]:
         options = self._options
         return tuple(options["ns_coefficients"]), options["ns_steps"], float(options["eps"])
 
     def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
-        options = self._options
-        scale = float(inputs.multiplier) * (-1.0 if options.get("maximize") else 1.0)
+        options, scale = self._options, self._scale_of(inputs)
         momentum = float(options["momentum"])
         parts = [span.of(gradient) for span in self._spans]
         self._average.run_alike(parts, step, (1.0 - momentum,), scale=scale)

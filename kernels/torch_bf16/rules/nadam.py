@@ -38,9 +38,14 @@ def _nadam(w, g, states, scalars):
     return w * decay - arithmetic.div(step, arithmetic.sqrt(v) + eps), (m, v)
 
 
+def _log_decay(exponent):
+    """``log(0.96**exponent)``."""
+    return exponent * -0.040821994520255166
+
+
 def mu_product(beta1, momentum_decay, step):
     """``P_t``: the product of ``mu`` over steps 1 to ``step``, in float64."""
-    log_q = momentum_decay * -0.040821994520255166  # log(0.96)
+    log_q = _log_decay(momentum_decay)
     q, q_t = arithmetic.exp(log_q), arithmetic.exp(log_q * step)
     # log_q * 0.0 is float64 on a device, too, where literals are fp32 and the step is an integer.
     k, total = log_q * 0.0, log_q * 0.0
@@ -63,7 +68,7 @@ def _options(group):
 
 
 def _mu(beta1, exponent):
-    return beta1 * (1.0 - 0.5 * arithmetic.exp(exponent * -0.040821994520255166))
+    return beta1 * (1.0 - 0.5 * arithmetic.exp(_log_decay(exponent)))
 
 
 def _scalars(options, step, grad_scale):

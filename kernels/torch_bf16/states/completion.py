@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
-from torch_bf16.formats import FP32, INT8, ROLES, Format
+from torch_bf16.formats import FP32, ROLES, SCALE, Format
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule, State
@@ -29,8 +29,6 @@ from .recoding import Changes, recode, recode_weight, stored_format
 from .views import COUNTER, MASTERS, masters_in
 
 __all__ = ["complete_master", "complete_moment", "complete_state", "keys_of", "place_states"]
-
-(_SCALE,) = (plane for plane in INT8.planes if plane.suffix)
 
 
 @cache
@@ -308,4 +306,4 @@ def _is_in_place(old: Tensor, part: Tensor, shard: Shard) -> bool:
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
     """The shape of a state of the whole parameter; there are fewer scales than numbers."""
-    return _SCALE.shape(shard.shape) if key.endswith(f"_{_SCALE.suffix}") else shard.shape
+    return SCALE.shape(shard.shape) if key.endswith(f"_{SCALE.suffix}") else shard.shape

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.formats import INT8, ROLES, UINT8
+from torch_bf16.formats import INT8, ROLES, SCALE, UINT8
 from torch_bf16.sharding import is_dtensor, local, place_like, shard_of
 
 from .recoding import stored_format
@@ -41,9 +41,8 @@ _AS_NUMBERS = {
 }
 
 _CODES = {INT8.planes[0].dtype, UINT8.planes[0].dtype}
-_SCALE = INT8.planes[1].suffix
 
-MASTERS = sorted([*_PLANES, *_AS_NUMBERS.values()])
+MASTERS = frozenset({*_PLANES, *_AS_NUMBERS.values()})
 """The keys under which a state may hold planes of the weight beside the parameter."""
 
 COUNTER = "noise_step"
@@ -76,7 +75,7 @@ def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
 
 
 def _is_code(state: Mapping[str, Any], key: str) -> bool:
-    return getattr(state[key], "dtype", None) in _CODES and f"{key}_{_SCALE}" in state
+    return getattr(state[key], "dtype", None) in _CODES and f"{key}_{SCALE.suffix}" in state
 
 
 def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:

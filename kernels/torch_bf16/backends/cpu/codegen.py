@@ -17,6 +17,7 @@ For a gradient and a weight in bf16 the second form of :func:`reads` is ::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -77,7 +78,7 @@ def words(compiler: Compiler, n: int):
     )
 
 
-def reads(compiler: Compiler, formats: list[Format], offsets):
+def reads(compiler: Compiler, formats: Sequence[Format], offsets):
     """``one(planes, i)`` and ``two(planes, i, scratch, j)``: fp32 numbers as tuples."""
     names: dict[str, Any] = {}
     ones, lines, firsts, seconds = [], [], [], []
@@ -109,7 +110,7 @@ def reads(compiler: Compiler, formats: list[Format], offsets):
     return compiler.write("one(planes, i)", [f"return {tuple_of(ones)}"], names), two
 
 
-def writes(compiler: Compiler, formats: list[Format], offsets, drawn):
+def writes(compiler: Compiler, formats: Sequence[Format], offsets, drawn):
     """``one(planes, i, numbers, words)`` and ``two(planes, i, first, second, words, scratch, j)``.
 
     ``drawn`` has for each format the number of its random word and the shift in it, or None.
@@ -160,7 +161,7 @@ def _put_with_noise(scratch, place, x, draw):
     scratch[place + np.uintp(NOISE)] = threshold(draw)
 
 
-def blocks(compiler: Compiler, formats: list[Format], offsets):
+def blocks(compiler: Compiler, formats: Sequence[Format], offsets):
     """``load(planes, first, n, scratch)``, ``scale`` of the same arguments, and ``two``.
 
     Before the update of the ``n`` elements from ``first`` on, ``load`` copies their scales into

@@ -12,10 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from torch_bf16.backends.bucket import Variant
-from torch_bf16.formats import BF16_NEAREST, FP32
 from torch_bf16.rules import lift
 
 from . import codegen
@@ -169,7 +167,7 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     """
     name = f"run_{variant.name}"
     compiler = Compiler(name)
-    formats = [FP32 if variant.gradient_dtype == torch.float32 else BF16_NEAREST, *variant.formats]
+    formats = variant.read_formats
     offsets = codegen.scratch_offsets(formats)
     streams = variant.streams
     draws = [

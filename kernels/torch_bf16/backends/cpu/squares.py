@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 
-from .bits import float_from_bits, inlined, shl32
+from torch_bf16.formats import BF16_NEAREST, FP32
+
+from .codecs import CODECS
 from .compiler import with_parts
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import LINE, prefetch, wide_vectors
+from .loads_stores import LOADS
 from .planes import ELEMENTS, pointer_at
 
 __all__ = ["KINDS", "PIECE", "compile_squares"]
@@ -31,23 +33,9 @@ _unpack = unpack(KINDS)
 # A placeholder for the parts of a dtype: each kernel gets a module of its own instead.
 parts = ModuleType("parts")
 
-_HALF = np.uint32(16)
 # Elements that are prefetched together, and how many bytes ahead: a processor's own prefetching
 # ends with each page of memory.
 _STRIP, _AHEAD = 256, 1024
-
-
-@inlined
-def _from_bf16(x):
-    return float_from_bits(shl32(types.uint32(x), _HALF))
-
-
-@inlined
-def _from_fp32(x):
-    return x
-
-
-_DECODE = {torch.bfloat16: _from_bf16, torch.float32: _from_fp32}
 
 
 def _run(job):
@@ -67,7 +55,8 @@ def _run(job):
                     prefetch(ahead + line)
                 for i in range(min(_STRIP, size - strip)):
                     # Unsigned: a loop is not vectorised if an index might be negative.
-                    x = np.float64(parts.decode(elements[np.uintp(strip) + np.uintp(i)]))
+                    place = np.uintp(strip) + np.uintp(i)
+                    x = np.float64(parts.decode((parts.load(elements, place),)))
                     total += x * x
             sums[piece] = total
         finish(numbers, last - first)
@@ -86,8 +75,9 @@ def compile_squares(dtype: torch.dtype) -> Work:
     """
     name = f"squares_{str(dtype).removeprefix('torch.')}"
     built: Any = ModuleType("parts")
-    built.pointer, built.decode = pointer_at(ELEMENTS[dtype]), _DECODE[dtype]
-    built.itemsize = dtype.itemsize
+    element, format_ = ELEMENTS[dtype], FP32 if dtype == torch.float32 else BF16_NEAREST
+    built.pointer, built.itemsize = pointer_at(element), dtype.itemsize
+    (built.load, _), (built.decode, _) = LOADS[element], CODECS[format_.name]
     # Allows several partial sums at a time; an fp64 square of an fp32 number is exact.
     fast: Any = {"reassoc", "contract"}
     return compile_job(with_parts(built, _run), name, fastmath=fast)

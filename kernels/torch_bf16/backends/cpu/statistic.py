@@ -13,10 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from torch_bf16.backends.bucket import Variant
-from torch_bf16.formats import BF16_NEAREST, FP32
 from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
 
 from . import codegen
@@ -115,7 +113,7 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
     """
     name = f"statistic_{variant.name}"
     compiler = Compiler(name)
-    formats = [FP32 if variant.gradient_dtype == torch.float32 else BF16_NEAREST, *variant.formats]
+    formats = variant.read_formats
     offsets = codegen.scratch_offsets(formats)
     built: Any = ModuleType("parts")
     built.statistic = lift(variant.rule.statistic, ARITHMETIC, compiler.compile)
