@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +49,7 @@ class DirectionSolver:
         self,
         members: Sequence[Member],
         rounds: Sequence[Round],
-        groups: Mapping[Any, torch.device] = MappingProxyType({}),
+        groups: Mapping[Any, torch.device],
     ) -> None:
         numbers = {each.parameter: n for n, each in enumerate(members) if each.direction}
         exchanged = {parameter for each in rounds for parameter, _ in each.parameters}
@@ -221,14 +220,17 @@ def _scatter(
     me, device = round_.rank, requests[0].prepared[0].device
     outgoing: dict[int, list[Tensor]] = defaultdict(list)
     incoming: dict[int, list[Like]] = defaultdict(list)
-    answers = {}
+    answers, awaited = {}, []
     for request in requests:
         numel, dtype = request.direction.answer
         for unit in request.units:
             size = unit.spans[me].numel if numel is None else numel
-            answers[unit] = request.prepared[0].new_empty(size, dtype=dtype)
             if unit.owner != me:
-                incoming[unit.owner] += [(size, dtype)] if size else []
+                if size:
+                    incoming[unit.owner].append((size, dtype))
+                    awaited.append(unit)
+                else:
+                    answers[unit] = request.prepared[0].new_empty(0, dtype=dtype)
                 continue
             answer = solutions[unit].answer
             for rank, span in unit.spans.items():
@@ -238,10 +240,7 @@ def _scatter(
                 elif part.numel():
                     outgoing[rank].append(part)
     received = _exchange(outgoing, incoming, round_, device)
-    for unit in answers:
-        if unit.owner != me and answers[unit].numel():
-            answers[unit] = next(received[unit.owner])
-    return answers
+    return answers | {unit: next(received[unit.owner]) for unit in awaited}
 
 
 def _exchange(

@@ -63,8 +63,8 @@ class Plan:
         seed: int,
         backend: str | None,
         setting: Setting,
-        rounds: Sequence[Round] = (),
-        sharded: Sequence[Shard] = (),
+        rounds: Sequence[Round],
+        sharded: Sequence[Shard],
     ) -> None:
         self.members = members
         self._parameters = [member.parameter for member in members]

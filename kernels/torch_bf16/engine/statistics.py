@@ -35,7 +35,7 @@ class Statistics:
         groups: the process groups over which sums are reduced, each with its device.
     """
 
-    def __init__(self, members: Sequence[Member], sharded: Sequence[Shard] = ()) -> None:
+    def __init__(self, members: Sequence[Member], sharded: Sequence[Shard]) -> None:
         together: dict[Any, list[Tensor]] = defaultdict(list)
         for shard in sharded:
             together[shard.parameter.device, tuple(shard.groups())].append(shard.parameter)

@@ -84,7 +84,7 @@ def collect(
 
 
 def make_plan(
-    optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: Any, last: Plan | None = None
+    optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: Any, last: Plan | None
 ) -> Plan:
     """Check the parameters, complete their states, and store these if nothing is wrong.
 
@@ -92,8 +92,8 @@ def make_plan(
         optimizer: the optimizer that steps.
         parameters: the parameters that have a gradient.
         setting: the current setting, which the plan is valid for.
-        last: the last plan; its members that have not changed stay in the new plan, so that sets of
-            parameters that alternate are planned only once.
+        last: the last plan, if any; its members that have not changed stay in the new plan, so that
+            sets of parameters that alternate are planned only once.
     """
     optimizer.recipe = get_recipe(optimizer.recipe)
     engine, changes = optimizer._engine, Changes()
