@@ -14,7 +14,7 @@ from torch_bf16.argument_checks import BACKENDS, check_backend
 from torch_bf16.errors import BackendUnavailableError
 
 from . import cuda_graphs
-from .backend import Backend, Kernel, ScalarSource
+from .backend import Backend, CapturableKernel, CapturableSource, Kernel, ScalarSource
 from .bucket import Bucket, Variant
 from .bus import Bus, bus_of
 from .certificates import fault_of, fault_of_squares
@@ -33,6 +33,8 @@ __all__ = [
     "Backend",
     "Bucket",
     "Bus",
+    "CapturableKernel",
+    "CapturableSource",
     "Kernel",
     "KernelInputs",
     "ScalarRows",

@@ -14,7 +14,7 @@ from torch_bf16.rules import Rule
 from .bucket import Bucket
 from .inputs import KernelInputs, ScalarRows, StepInputs
 
-__all__ = ["Backend", "Kernel", "ScalarSource"]
+__all__ = ["Backend", "CapturableKernel", "CapturableSource", "Kernel", "ScalarSource"]
 
 
 class Kernel(Protocol):
@@ -37,6 +37,22 @@ class Kernel(Protocol):
 
         Otherwise the first call compiles.
         """
+        ...
+
+
+class CapturableKernel(Kernel, Protocol):
+    """A kernel of a capturable backend, whose launches a CUDA graph can hold alone."""
+
+    def bring(self, inputs: KernelInputs, /) -> None:
+        """Copy the inputs of the next launches, also those of replays, to the device."""
+        ...
+
+    def launch(self) -> None:
+        """Update every tensor from the inputs that were brought last."""
+        ...
+
+    def launch_measure(self) -> None:
+        """Run :meth:`measure` on the inputs that were brought last."""
         ...
 
 
@@ -82,12 +98,30 @@ class ScalarSource(Protocol):
         ...
 
 
+class CapturableSource(ScalarSource, Protocol):
+    """A source of a capturable backend, whose launch a CUDA graph can hold alone."""
+
+    def bring(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        inputs: StepInputs,
+        is_active: np.ndarray | None = None,
+    ) -> list[ScalarRows]:
+        """Copy the inputs of the next launches to the device; otherwise as :meth:`set`."""
+        ...
+
+    def launch(self) -> None:
+        """Compute the scalars from the inputs that were brought last, and count the step."""
+        ...
+
+
 class Backend(Protocol):
     """Where and how kernels run.
 
     Attributes:
         name: the name that users pass.
-        capturable: whether a CUDA graph can record a step.
+        capturable: whether a CUDA graph can record a step; then kernels are
+            :class:`CapturableKernel`, and sources :class:`CapturableSource`.
         by_address: whether kernels write through addresses, which autograd does not see.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_bf16.backends import (
     Backend,
     Bucket,
+    CapturableKernel,
     Kernel,
     KernelInputs,
     ScalarRows,
@@ -175,18 +176,15 @@ class Batch:
 
         Args as for :meth:`run`.
         """
-        kernel: Any = self._kernel
-        kernel.bring(KernelInputs(gradients, scalars, None, addresses))
+        self._capturable.bring(KernelInputs(gradients, scalars, None, addresses))
 
     def launch_measure(self) -> None:
         """Run :meth:`measure` on the inputs that :meth:`bring` copied."""
-        kernel: Any = self._kernel
-        kernel.launch_measure()
+        self._capturable.launch_measure()
 
     def launch(self) -> None:
         """Update the planes of all tasks from the inputs that :meth:`bring` copied."""
-        kernel: Any = self._kernel
-        kernel.launch()
+        self._capturable.launch()
 
     def run_alike(
         self,
@@ -226,3 +224,7 @@ class Batch:
         if self._kernel is None:
             raise RuntimeError("the batch has no tensors; move() it to some before it runs")
         return self._kernel
+
+    @property
+    def _capturable(self) -> CapturableKernel:
+        return cast(CapturableKernel, self._bound)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.backends import CapturableSource, StepInputs, cuda_graphs
 
 from .guard import StepGradients
 from .launches import Active
@@ -50,7 +50,11 @@ class Recording:
                 "ordinary steps"
             )
         self._statistics = statistics
-        self._launches, self._sources = {*active.launches}, active.sources
+        self._launches = {*active.launches}
+        self._sources = [
+            (launches, cast(CapturableSource, source), is_active)
+            for launches, source, is_active in active.sources
+        ]
         # Separate tensors over the same memory: if the user moves one by .data, the memory that
         # the graph reads must not be freed.
         self._gradients = [g if g is None else g.detach() for g in gradients.tensors]
@@ -81,8 +85,7 @@ class Recording:
 
     def _bring(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> None:
         for launches, source, is_active in self._sources:
-            capturable: Any = source
-            rows = capturable.bring(groups, inputs, is_active)
+            rows = source.bring(groups, inputs, is_active)
             for launch, scalars in zip(launches, rows, strict=True):
                 if launch in self._launches:
                     launch.batch.bring(self._gradients, scalars, launch.addresses(self._addresses))
@@ -90,8 +93,7 @@ class Recording:
     def _launch(self, device: torch.device) -> None:
         for launches, source, _ in self._sources:
             if launches[0].batch.variant.device == device:
-                capturable: Any = source
-                capturable.launch()
+                source.launch()
                 active = [launch for launch in launches if launch in self._launches]
                 if launches[0].has_statistic:
                     # The spans of a tensor have one rule, and so one source.

@@ -12,14 +12,14 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bf16.backends.backend import Kernel, ScalarSource
+from torch_bf16.backends.backend import CapturableKernel, CapturableSource
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.errors import version_numbers
+from torch_bf16.rules import Rule
 
 __all__ = ["TritonBackend"]
 
@@ -78,17 +78,24 @@ class TritonBackend:
         chip = gpu.gcnArchName if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
         return [triton.__version__, gpu.name, chip, _driver()]
 
-    def load(self, bucket: Bucket) -> Kernel:
+    def load(self, bucket: Bucket) -> CapturableKernel:
         """Make the kernel for a bucket, and upload the bucket's tables to the device."""
         from .launch import TritonKernel
 
         return TritonKernel(bucket)
 
-    def scalars(self, *arguments: Any, **named: Any) -> ScalarSource:
-        """Scalars computed on the device; arguments as for :class:`.scalars.DeviceScalars`."""
+    def scalars(
+        self,
+        rule: Rule,
+        device: torch.device,
+        sizes: Sequence[int],
+        groups: Sequence[int],
+        steps: Sequence[Tensor],
+    ) -> CapturableSource:
+        """Make a source of scalars that are computed on the device."""
         from .scalars import DeviceScalars
 
-        return DeviceScalars(*arguments, **named)
+        return DeviceScalars(rule, device, sizes, groups, steps)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The sum of the squares of all elements: one launch, and a reduction of its results."""
