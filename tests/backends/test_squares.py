@@ -13,7 +13,7 @@ from gpu_marks import each_device
 import torch_bf16
 from torch_bf16 import backends
 from torch_bf16.backends.certificates import fault_of_squares, sums
-from torch_bf16.backends.pieces import cut, places
+from torch_bf16.backends.pieces import addresses_and_sizes, cut
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -125,7 +125,7 @@ def test_the_number_of_threads_does_not_change_a_bit():
 
 def test_what_no_kernel_reads_is_left_to_torch():
     strided = torch.randn(8, 6).t()
-    assert places([strided]) is None
+    assert addresses_and_sizes([strided]) is None
     for tensor in (strided, torch.randn(40).half(), torch.randn(40).double()):
         parameter = torch.nn.Parameter(torch.zeros_like(tensor))
         parameter.grad = tensor
@@ -149,7 +149,7 @@ def test_norms_are_right_on_every_device(device):
 
 def test_pieces_are_those_of_the_tensors():
     tensors = [torch.zeros(n, dtype=torch.bfloat16) for n in (5, 0, 8, 1)]
-    found = places(tensors)
+    found = addresses_and_sizes(tensors)
     np.testing.assert_array_equal(found, [(each.data_ptr(), len(each)) for each in tensors])
     which, starts = cut(found[:, 1], 4)
     assert [*zip(which, starts, strict=True)] == [(0, 0), (0, 4), (2, 0), (2, 4), (3, 0)]

@@ -23,13 +23,13 @@ def ask(request, monkeypatch):
 def test_tensors_are_where_they_were_until_one_moves():
     tensors = [torch.ones(4), torch.ones(0), torch.ones(2, 3)]
     known = Addresses.of(tensors)
-    assert known.numbers == [each.data_ptr() for each in tensors]
+    assert known.values == [each.data_ptr() for each in tensors]
     assert known.now(tensors) is known
     assert known.now([each.detach() for each in tensors]) is known
     for others in (tensors[::-1], tensors[:2], [*tensors, torch.ones(1)], []):
         now = known.now(others)
         assert now is not known
-        assert now.numbers == [each.data_ptr() for each in others]
+        assert now.values == [each.data_ptr() for each in others]
     tensors[2].data = torch.ones(2, 3)
-    assert known.now(tensors).numbers[2] == tensors[2].data_ptr() != known.numbers[2]
-    assert Addresses.of([]).now([]).numbers == []
+    assert known.now(tensors).values[2] == tensors[2].data_ptr() != known.values[2]
+    assert Addresses.of([]).now([]).values == []

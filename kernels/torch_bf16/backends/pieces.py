@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["READ_DTYPES", "cut", "places"]
+__all__ = ["READ_DTYPES", "addresses_and_sizes", "cut"]
 
 READ_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -26,7 +26,7 @@ def cut(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     return tensors, (np.arange(len(tensors)) - first) * size
 
 
-def places(tensors: Sequence[Tensor]) -> np.ndarray | None:
+def addresses_and_sizes(tensors: Sequence[Tensor]) -> np.ndarray | None:
     """Address and number of elements of each tensor, int64 ``[n, 2]``.
 
     Args:

@@ -17,12 +17,12 @@ class Addresses:
     """The addresses of some tensors.
 
     Attributes:
-        numbers: the address of each tensor, 0 if it has no memory; not to be written.
+        values: the address of each tensor, 0 if it has no memory; not to be written.
     """
 
-    def __init__(self, numbers: list[int] | None = None) -> None:
-        self.numbers = numbers or []
-        self._places = [*range(len(self.numbers))]
+    def __init__(self, values: list[int] | None = None) -> None:
+        self.values = values or []
+        self._places = [*range(len(self.values))]
 
     @classmethod
     def of(cls, tensors: list[Any]) -> Addresses:
@@ -31,8 +31,8 @@ class Addresses:
 
     def now(self, tensors: list[Any]) -> Addresses:
         """The addresses of these tensors: this object if they are equal to its own, in order."""
-        same_size = len(tensors) == len(self.numbers)
-        if same_size and _all_at is not None and _all_at(tensors, self.numbers, self._places):
+        same_size = len(tensors) == len(self.values)
+        if same_size and _all_at is not None and _all_at(tensors, self.values, self._places):
             return self
-        numbers = [*map(Tensor.data_ptr, tensors)]
-        return self if numbers == self.numbers else Addresses(numbers)
+        values = [*map(Tensor.data_ptr, tensors)]
+        return self if values == self.values else Addresses(values)

@@ -108,8 +108,8 @@ class Block:
         if not self._many.in_place():
             return [False] * len(self.parameters)
         *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
-        memory.append((Addresses.of(self._many.memory).numbers, self._memory_addresses.numbers))
-        states_at = Addresses.of(self._many.state_memory).numbers, self._state_addresses.numbers
+        memory.append((Addresses.of(self._many.memory).values, self._memory_addresses.values))
+        states_at = Addresses.of(self._many.state_memory).values, self._state_addresses.values
         flags = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
         for owners, (now, then) in ((self._scattered, strides), (self._owners, states_at)):
             for owner, one, other in zip(owners, now, then, strict=False):
@@ -233,7 +233,7 @@ def addresses_of_present(
 
     None if a gradient has no memory of its own.
     """
-    pointers = np.array(where.numbers, np.int64)
+    pointers = np.array(where.values, np.int64)
     # An empty tensor has address 0; any other tensor at 0 is a wrapper without memory of its own.
     if np.count_nonzero(pointers) < len(pointers) and any(
         tensors[n].numel() for n in np.flatnonzero(pointers == 0).tolist()

@@ -88,7 +88,7 @@ class Launch:
     Attributes:
         rows: the rows, all of one member if it needs a batch to itself.
         batch: their tasks.
-        numbers: int64, for each row the number of its member.
+        member_numbers: int64, for each row the number of its member.
         copies: whether each step goes through a contiguous copy of the weight.
         has_direction: whether the rule needs whole tensors, and follows a direction.
         reads_in_place: whether the kernel reads gradients where they are.
@@ -103,13 +103,13 @@ class Launch:
         self.has_statistic = self._totals is not None
         self.batch = Batch([row.task for row in rows], seed, backend, self._totals)
         self._seed, self.rows = seed, rows
-        self.numbers = np.array([row.number for row in rows], np.int64)
+        self.member_numbers = np.array([row.number for row in rows], np.int64)
         self._whole = all(row.task.span.numel == row.member.shard.memory.numel() for row in rows)
         self.copies = not rows[0].member.shard.memory.is_contiguous()
         self.has_direction = rows[0].member.direction is not None
         self.reads_in_place = self._whole and not self.copies and not self.has_direction
-        self._places: list[int] = self.numbers.tolist()
-        self._known = self.numbers, self.numbers
+        self._places: list[int] = self.member_numbers.tolist()
+        self._known = self.member_numbers, self.member_numbers
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
 
@@ -160,7 +160,7 @@ class Launch:
         """Select the rows' addresses; returns the same array object for the same argument."""
         of_members, of_rows = self._known
         if of_members is not addresses:
-            of_rows = addresses[self.numbers]
+            of_rows = addresses[self.member_numbers]
             self._known = addresses, of_rows
         return of_rows
 
@@ -203,7 +203,7 @@ class Active:
             sources: all sources of scalars, each with its launches.
         """
         mask = np.array(is_active, bool)
-        rows = {launch: mask[launch.numbers] for launch in launches}
+        rows = {launch: mask[launch.member_numbers] for launch in launches}
         active_sources = []
         for of_source, source in sources:
             active_rows = np.concatenate([rows[launch] for launch in of_source])

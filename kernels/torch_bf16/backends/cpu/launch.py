@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.inputs import KernelInputs
-from torch_bf16.backends.pieces import cut, places
+from torch_bf16.backends.pieces import addresses_and_sizes, cut
 from torch_bf16.backends.totals import with_factors
 
 from . import squares as sums_of_squares
@@ -89,7 +89,7 @@ class CpuKernel:
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`."""
-    rows, size = places(tensors), sums_of_squares.PIECE
+    rows, size = addresses_and_sizes(tensors), sums_of_squares.PIECE
     if rows is None:
         return None
     addresses, numels = rows.T

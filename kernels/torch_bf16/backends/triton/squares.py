@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_bf16.backends.pieces import cut, places
+from torch_bf16.backends.pieces import addresses_and_sizes, cut
 
 from .launcher import launcher
 from .tables import on, upload
@@ -109,7 +109,7 @@ def squares_of_pieces(
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`. Does not wait for the device."""
-    table = places(tensors)
+    table = addresses_and_sizes(tensors)
     if table is None:
         return None
     dtype, device = tensors[0].dtype, tensors[0].device
