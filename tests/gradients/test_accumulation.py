@@ -169,6 +169,20 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind(format):
 
 
 @pytest.mark.parametrize("format", ["bf16_stochastic", "fp32"])
+def test_a_backward_pass_that_fails_leaves_the_sums_of_earlier_ones(format):
+    model, _optimizer = model_and_optimizer(format)
+    for _ in range(2):
+        add(model.w, torch.ones(65, 64).bfloat16())
+    hook = model.w.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        add(model.w, torch.ones(65, 64).bfloat16())
+    hook.remove()
+    assert model.w.grad.eq(2).all()
+    add(model.w, torch.ones(65, 64).bfloat16())
+    assert model.w.grad.eq(3).all()
+
+
+@pytest.mark.parametrize("format", ["bf16_stochastic", "fp32"])
 def test_remove_gives_gradients_back_to_torch(format):
     model, optimizer = model_and_optimizer("bf16_nearest")
     handle = torch_bf16.accumulate_gradients(model, optimizer, format)

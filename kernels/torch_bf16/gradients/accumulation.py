@@ -121,6 +121,16 @@ class _Pass(Waiting):
         self.aside: dict[int, tuple[Any, Tensor]] = {}
         self.merged = False
 
+    def put_back(self) -> None:
+        """Put the sums for which no gradient has arrived back into ``p.grad``."""
+        for parameter, total in self.aside.values():
+            if parameter.grad is None:
+                parameter.grad = total
+        self.aside.clear()
+
+    # A pass that fails calls nothing else.
+    __del__ = put_back
+
 
 class GradientAccumulation:
     """A handle on how an optimizer's gradients are summed; see :func:`accumulate_gradients`.
@@ -327,9 +337,7 @@ class GradientAccumulation:
         The latter happens under ``torch.autograd.grad``.
         """
         self._gathering.finish(running)
-        for parameter, total in running.aside.values():
-            if parameter.grad is None:
-                parameter.grad = total
+        running.put_back()
         for each in self._readers:
             each.over |= running.merged
 
