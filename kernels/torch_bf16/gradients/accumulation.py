@@ -147,7 +147,15 @@ class GradientAccumulation:
                 "beside bf16 parameters, and shows a parameter only the sum. Shard with "
                 "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16_nearest'"
             )
+        sharded = [] if model is None or format == "bf16_nearest" else [*units(model)]
+        _check_dtypes(sharded, format)
+        self._reduction: Fp32Reduction | None = None
+        if format == "fp32":
+            _check_torch()
+            if model is not None:
+                self._reduction = Fp32Reduction.of(model)
         engine: Engine = optimizer._engine
+        # Only now: a call that is refused leaves an earlier accumulation as it is.
         if engine.accumulation is not None:
             engine.accumulation.remove()
         self.format = format
@@ -161,14 +169,9 @@ class GradientAccumulation:
         # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
         self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
-        self._reduction: Fp32Reduction | None = None
         self._readers: list[DdpReader] = []
         if format != "bf16_nearest":
-            sharded = [] if model is None else [*units(model)]
-            _check_dtypes(sharded, format)
             try:
-                if model is not None and format == "fp32":
-                    self._reduction = Fp32Reduction.of(model)
                 self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for unit in sharded:
@@ -222,11 +225,6 @@ class GradientAccumulation:
             return []
         sharded = shard_of(parameter).replaces_parameter
         if self.format == "fp32":
-            if not hasattr(parameter, "grad_dtype"):
-                raise ValueError(
-                    "accumulating gradients in fp32 beside bf16 parameters needs torch 2.10 or "
-                    f"newer, and this is {torch.__version__}; use 'bf16_stochastic'"
-                )
             # FSDP2 sets bf16 gradients before the hooks run; autograd casts those that it sets.
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = None if sharded else torch.float32
@@ -350,6 +348,14 @@ class GradientAccumulation:
             if group.made is not None:
                 group.made.forget()
         self.hook_parameters()
+
+
+def _check_torch() -> None:
+    if not hasattr(Tensor, "grad_dtype"):
+        raise ValueError(
+            "accumulating gradients in fp32 beside bf16 parameters needs torch 2.10 or newer, and "
+            f"this is {torch.__version__}; use 'bf16_stochastic'"
+        )
 
 
 def _check_dtypes(sharded: Iterable[Unit], format: str) -> None:
