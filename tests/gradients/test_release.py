@@ -309,3 +309,23 @@ def test_describe_counts_what_gradients_really_take():
     large_ones = torch_bf16.AdamW(large.parameters(), backend="eager")
     torch_bf16.release_gradients(large, large_ones)
     assert torch_bf16.describe(large, large_ones).bytes_by_role["gradients"] == 1.0
+
+
+def test_a_step_that_failed_once_can_be_taken_after_gradients_are_zeroed(monkeypatch):
+    runs = []
+    for fails in (False, True):
+        model, optimizer = setup()
+        options = {"max_norm": 1.0, "norm": "last_step"}
+        handle = torch_bf16.release_gradients(model, optimizer, **options)
+        if fails:
+            before = [p.detach().clone() for p in model.parameters()]
+            with monkeypatch.context() as patch:
+                patch.setattr(optimizer, "_update", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    backward(model, 0)
+            assert all(map(torch.equal, before, model.parameters()))
+            optimizer.zero_grad()
+        train(model, optimizer, range(2))
+        runs.append((model, optimizer, handle.last_norm))
+    assert same(runs[0][:2], runs[1][:2])
+    assert torch.equal(runs[0][2], runs[1][2])

@@ -27,6 +27,8 @@ from .released_buckets import Bucket, announce_buckets
 
 __all__ = ["ReleasedSteps"]
 
+_Norms = dict[tuple[Any, ...], list[Tensor]]
+
 
 class _Pass(Waiting):
     """What a backward pass leaves to its end, or to the next bucket.
@@ -331,8 +333,9 @@ class ReleasedSteps:
             optimizer._check_step()
             self._setting = optimizer._setting()
         bound = self._options.max_norm
-        inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
-        self._stepped.update(map(id, taken))
+        with torch.no_grad():
+            norms = {} if bound is None else norms_of(taken)
+        inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, norms, bound))
         # A plan steps every parameter with a gradient, and the others' sums may be incomplete.
         others = [each for n, each in enumerate(group.members) if n not in numbers]
         aside = [(each, each.grad) for each in others if each.grad is not None]
@@ -344,17 +347,18 @@ class ReleasedSteps:
         finally:
             for parameter, gradient in aside:
                 parameter.grad = gradient
+        # Only now: an update that failed, say for lack of memory, may be tried again.
+        self._stepped.update(map(id, taken))
+        if self.by_last_step:
+            for groups, parts in norms.items():
+                self._norms[groups] += parts
         for parameter in taken:
             parameter.grad = None
 
     @torch.no_grad()
-    def _coefficient(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        norms = norms_of(parameters)
-        if self.by_last_step:
-            for groups, parts in norms.items():
-                self._norms[groups] += parts
-            if self.last_norm is not None:
-                return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
+    def _coefficient(self, parameters: list[Tensor], norms: _Norms, max_norm: float) -> Tensor:
+        if self.by_last_step and self.last_norm is not None:
+            return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
         # The norm of whole parameters: FSDP2 releases a group in the same order on every rank.
         return clip_coefficient(norm_over_ranks(norms), max_norm)
 
