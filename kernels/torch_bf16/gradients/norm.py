@@ -46,6 +46,8 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
         groups = tuple(shard.groups())
         if gradient is not None:
             _check(parameter, gradient.layout, gradient.dtype)
+            # All ranks must go through the groups in one order, with and without gradients.
+            norms.setdefault(groups, [])
             gradient = as_real(shard.gradient())
             alike[groups, _KIND(gradient)].append(gradient)
         elif shard.in_row:
