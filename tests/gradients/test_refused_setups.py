@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
+from torch_bf16.gradients.ddp_hook import hook_holder
 
 
 def made(**options):
@@ -25,3 +27,14 @@ def test_an_accumulation_goes_on_if_another_is_refused(one_rank):
         for number in range(257):
             (model(torch.ones(1, 8).bfloat16()) * (2.0**-9 if number else 1.0)).sum().backward()
     assert weight.grad.float().mean() > 1.25  # torch's own sum would stay at 1
+
+
+def test_no_ddp_module_keeps_a_hook_if_another_is_refused(one_rank):
+    first, optimizer = made()
+    second, _ = made()
+    second.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError, match="has that of .*allreduce_hook"):
+        torch_bf16.reduce_gradients(nn.ModuleList([first, second]), optimizer)
+    assert hook_holder(first) is None
+    torch_bf16.reduce_gradients(first, optimizer)
+    assert hook_holder(first) == "reduce='bf16_wire'"

@@ -61,14 +61,19 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise NotImplementedError(
             f"gradients cannot be reduced with bf16 on the wire: {engine.host} reduces them itself"
         )
-    registered = False
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            BucketReduction.follow(module, ours)
-            registered = True
-    for unit in units(model):
-        _register_fsdp2(unit)
-        registered = True
+    modules = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    all_units = [*units(model)]
+    sharded = [u for u in all_units if any(p.dtype == torch.bfloat16 for p in u.parameters)]
+    # All before any is changed: nobody can take a hook back from a DDP module.
+    for module in modules:
+        BucketReduction.check(module)
+    for unit in sharded:
+        _check_fsdp2(unit)
+    for module in modules:
+        BucketReduction.follow(module, ours)
+    for unit in sharded:
+        unit.module.set_custom_reduce_scatter(ReduceScatter())
+    registered = bool(modules or all_units)
     for group, device in reduce_by(model, _reduce_fsdp1):
         check_all_to_all(group, device)
         registered = True
@@ -81,9 +86,7 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     engine.reduction_checked = True
 
 
-def _register_fsdp2(unit: Unit) -> None:
-    if not any(p.dtype == torch.bfloat16 for p in unit.parameters):
-        return
+def _check_fsdp2(unit: Unit) -> None:
     why = None
     if not hasattr(unit.module, "set_custom_reduce_scatter"):
         why = f"fully_shard accepts no other reduction in torch {torch.__version__}, newer ones do"
@@ -101,7 +104,6 @@ def _register_fsdp2(unit: Unit) -> None:
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
         )
     check_all_to_all(unit.group, unit.parameters[0].device_mesh.device_type)
-    unit.module.set_custom_reduce_scatter(ReduceScatter())
 
 
 def _reduce_fsdp1(group: Any, gradient: torch.Tensor, shard: torch.Tensor) -> None:

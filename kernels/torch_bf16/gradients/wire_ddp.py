@@ -106,23 +106,33 @@ class BucketReduction(Reducer):
         self._shares: dict[int, _Share] = {}
 
     @classmethod
-    def follow(cls, module: DistributedDataParallel, optimizer: Any) -> None:
-        """Reduce the gradients of an optimizer's parameters in this way from now on.
+    def check(cls, module: DistributedDataParallel) -> None:
+        """Raise if a module's gradients cannot be reduced in this way.
 
         Raises:
             ValueError: the module has a communication hook.
             NotImplementedError: the backend has no all-to-all.
         """
+        if cls.registered(module) is not None:
+            return
+        if holder := hook_holder(module):
+            raise ValueError(
+                "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
+                f"communication hook, and this one has that of {holder}. Leave one of the two out"
+            )
+        check_all_to_all(module.process_group, next(module.parameters()).device)
+
+    @classmethod
+    def follow(cls, module: DistributedDataParallel, optimizer: Any) -> None:
+        """Reduce the gradients of an optimizer's parameters in this way from now on.
+
+        Args:
+            module: has passed :meth:`check`.
+            optimizer: not kept alive.
+        """
         reduction = cls.registered(module)
         if reduction is None:
-            if holder := hook_holder(module):
-                raise ValueError(
-                    "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
-                    f"communication hook, and this one has that of {holder}. Leave one of the two "
-                    "out"
-                )
             reduction = cls(module)
-            check_all_to_all(module.process_group, next(module.parameters()).device)
             reduction.register(module)
         if all(each.optimizer is not optimizer for each in reduction._owners):
             reduction._owners.append(_Owner(optimizer))
