@@ -11,11 +11,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
 from torch_bf16.engine.batch import Batch
-from torch_bf16.gradients import gathering
+from torch_bf16.gradients import accumulation, gathering
 
 SUMMED = torch_bf16.get_recipe("bf16-stochastic", accumulate="bf16_stochastic")
 
@@ -127,6 +128,35 @@ def test_a_hook_on_a_parameter_sees_its_sum():
         assert torch.equal(seen[-1], weight.grad)
 
 
+def test_a_hook_on_the_node_that_accumulates_sees_the_sum():
+    """As data parallelism written by hand has it."""
+    model, seen = network(), []
+    optimizer = optimizer_of(model)
+    weight = model[2].weight
+    backward(model, 0)
+    backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    node = get_gradient_edge(weight).node
+    node.register_hook(lambda *_: seen.append(weight.grad.clone()))
+    for number in range(3):
+        backward(model, number)
+        assert torch.equal(seen[-1], weight.grad)
+
+
+def test_nodes_are_searched_for_hooks_once_per_step(monkeypatch):
+    searched = []
+    monkeypatch.setattr(accumulation, "has_node_hooks", lambda p: searched.append(id(p)))
+    model = network()
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        for number in range(4):
+            backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sorted(searched) == sorted([*map(id, model.parameters())] * (step + 1))
+
+
 def test_a_backward_pass_that_fails_leaves_the_sums_from_before():
     model = network()
     optimizer = optimizer_of(model)
@@ -141,10 +171,7 @@ def test_a_backward_pass_that_fails_leaves_the_sums_from_before():
     with pytest.raises(ZeroDivisionError):
         backward(model, 2)
     hook.remove()
-    kept = [p.grad for p in model.parameters() if p is not model[0].weight]
-    assert same(
-        kept, [g for g, p in zip(before, model.parameters(), strict=True) if p.grad is not None]
-    )
+    assert same(gradients(model), before)
     accumulation = optimizer._engine.accumulation
     assert not list(accumulation._passes)
     optimizer.zero_grad()

@@ -33,7 +33,7 @@ def test_no_ddp_module_keeps_a_hook_if_another_is_refused(one_rank):
     first, optimizer = made()
     second, _ = made()
     second.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ValueError, match="has that of .*allreduce_hook"):
+    with pytest.raises(ValueError, match=r"has that of .*allreduce_hook"):
         torch_bf16.reduce_gradients(nn.ModuleList([first, second]), optimizer)
     assert hook_holder(first) is None
     torch_bf16.reduce_gradients(first, optimizer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-__all__ = ["NodeHooks"]
+__all__ = ["NodeHooks", "has_node_hooks"]
 
 _Hooks = Callable[[], Mapping[int, Callable[..., Any]] | None]
 """A weak reference to the hooks of a node, which end with it."""
@@ -64,6 +64,11 @@ class NodeHooks(NamedTuple):
         # torch does not hold the node of a parameter: whoever registered hooks does, and so holds
         # this one. Among the hooks, unlike in the node's metadata, Python finds cycles.
         self.node.register_hook(functools.partial(_nothing, node))
+
+
+def has_node_hooks(parameter: Tensor) -> bool:
+    """Whether the node that accumulates a parameter's gradients has hooks, registered in Python."""
+    return _hooks(parameter) is not None
 
 
 def _node(parameter: Tensor) -> Node:
