@@ -65,6 +65,25 @@ def test_what_another_optimizer_sums_in_fp32_is_left_to_it(steps):
     assert left.grad.eq(1 + 8 * TINY).all()
 
 
+@pytest.mark.parametrize("ends", [0, 1])
+@pytest.mark.parametrize("format", ["bf16_stochastic", "fp32"])
+def test_an_accumulation_goes_on_if_another_of_a_shared_parameter_ends(format, ends):
+    shared = parameter()
+    optimizers = [sgd([shared], "fp32"), sgd([shared], format)]
+    add(shared, torch.ones((), dtype=BF16))
+    optimizers.pop(ends)._engine.accumulation.remove()
+    (left,) = optimizers
+    wide = left._engine.accumulation.format == "fp32"
+    assert shared.grad.dtype == (torch.float32 if wide else BF16)
+    if wide:
+        add_many(shared)
+        assert shared.grad.eq(1 + 8 * TINY).all()
+    left._engine.accumulation.remove()
+    assert shared.grad.dtype == BF16
+    add(shared, torch.ones((), dtype=BF16))
+    assert shared.grad.dtype == BF16
+
+
 def test_the_noise_of_a_sum_is_that_of_the_optimizer_that_has_the_parameter():
     sums = []
     for before in (False, True):

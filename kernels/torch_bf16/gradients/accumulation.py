@@ -207,9 +207,9 @@ class GradientAccumulation:
         """Hook the parameters that are new, or no longer frozen."""
         self._hooked.update()
 
-    def unhooked(self, parameter: Any) -> None:
-        """Leave the sum of a parameter to torch again."""
-        if self.format == "fp32":
+    def unhooked(self, parameter: Any, others: list[GradientAccumulation]) -> None:
+        """Leave the sum of a parameter to torch again, or to other accumulations."""
+        if self.format == "fp32" and all(each.format != "fp32" for each in others):
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
             if gradient is not None:

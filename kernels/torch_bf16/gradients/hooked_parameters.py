@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from torch_bf16.sharding import is_dtensor, places
 
@@ -16,6 +16,7 @@ summed: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
 """The parameters whose gradients are summed in a format, each with the hooks that do so."""
 released: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
 """The parameters that are stepped within the backward pass, each with the hooks that do so."""
+_all: WeakSet[HookedParameters] = WeakSet()
 
 
 class HookedParameters:
@@ -24,7 +25,7 @@ class HookedParameters:
     Args:
         optimizer: not kept alive.
         owner: has ``hook(parameter)``, which registers hooks and returns their handles,
-            ``unhooked(parameter)``, called when no optimizer has hooks on it any more, and
+            ``unhooked(parameter, others)``, called with the owners that still have hooks on it, and
             ``make_groups()``, called when parameters have left this one.
         registry: :data:`summed` or :data:`released`.
         convertible: whether hooks that outlast a conversion of the parameter still work then.
@@ -41,6 +42,7 @@ class HookedParameters:
         self._registry = registry
         self._convertible = convertible
         self._hooks: dict[int, tuple[list[Any], weakref.ref[Any] | None]] = {}
+        _all.add(self)
 
     def update(self) -> dict[int, Any]:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
@@ -75,10 +77,16 @@ class HookedParameters:
 
     def drop(self, keys: Iterable[int]) -> None:
         """Unhook parameters, by id."""
+        peers = [each for each in [*_all] if each is not self and each._registry is self._registry]
+        peers = [each for each in peers if each._optimizer() is not None]
         for key in [*keys]:
             parameter, (hooks, _) = self.by_id.pop(key), self._hooks.pop(key)
             for hook in hooks:
                 hook.remove()
+            # Optimizers may share a parameter.
+            others = [each for each in peers if key in each.by_id]
             if self._registry.get(key) is self:
                 del self._registry[key]
-                self.owner.unhooked(parameter)
+                if others:
+                    self._registry[key] = others[0]
+            self.owner.unhooked(parameter, [each.owner for each in others])

@@ -191,7 +191,7 @@ class ReleasedSteps:
         """Take a parameter's steps within the backward pass; returns the hook's handle."""
         return [parameter.register_post_accumulate_grad_hook(self._arrive)]
 
-    def unhooked(self, parameter: Tensor) -> None:
+    def unhooked(self, parameter: Tensor, others: list[ReleasedSteps]) -> None:
         """Nothing is left on a parameter but its hook."""
 
     def reduced(self, bucket: Bucket) -> None:
