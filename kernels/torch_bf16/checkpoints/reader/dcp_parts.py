@@ -34,6 +34,8 @@ class _Part(NamedTuple):
     file: Path
     at: int
     length: int
+    # Another file may take the same path while the process runs.
+    version: tuple[int, int]
 
 
 def tensor_of_parts(
@@ -51,6 +53,13 @@ def tensor_of_parts(
         CheckpointError: a part is not there.
     """
     parts, dtype = [], entry.properties.dtype
+    there = sum(prod(chunk.sizes) for chunk in entry.chunks)
+    if there != prod(entry.size):
+        raise CheckpointError(
+            f"{path} has {there:,} of the {prod(entry.size):,} elements of {key}: it lacks the "
+            "parts of other ranks. Save it with torch.distributed.checkpoint.save on all ranks, "
+            "without no_dist"
+        )
     for chunk in entry.chunks:
         place = by_offset.get(tuple(chunk.offsets))
         if place is None and len(entry.chunks) == 1:
@@ -58,7 +67,8 @@ def tensor_of_parts(
         if place is None:
             raise CheckpointError(f"{path}: {key} lacks its part at {tuple(chunk.offsets)}")
         file = path / place.relative_path
-        if not file.is_file() or file.stat().st_size < place.offset + place.length:
+        status = file.stat() if file.is_file() else None
+        if status is None or status.st_size < place.offset + place.length:
             raise CheckpointError(
                 f"{file} is not there or was cut short: {key} lies in it, up to byte "
                 f"{place.offset + place.length:,}. The checkpoint is incomplete"
@@ -66,7 +76,8 @@ def tensor_of_parts(
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         if dtype.is_complex:
             offsets, sizes = (*offsets, 0), (*sizes, 2)
-        parts.append(_Part(offsets, sizes, file, place.offset, place.length))
+        version = status.st_ino, status.st_mtime_ns
+        parts.append(_Part(offsets, sizes, file, place.offset, place.length, version))
     is_complex, dtype = dtype.is_complex, dtype.to_real()
     shape = (*entry.size, 2) if is_complex else tuple(entry.size)
     read = functools.partial(_read, key, shape, dtype, tuple(parts))

@@ -1,0 +1,43 @@
+"""Folders of ``torch.distributed.checkpoint`` that are whole, and those that must be refused."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_bf16.checkpoints.export import export_file
+from torch_bf16.checkpoints.reader import open_checkpoint
+from torch_bf16.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP without a process group
+
+
+@pytest.fixture
+def mesh():
+    """The mesh of the first rank of two, of which the other does not run."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_a_folder_that_lacks_the_parts_of_other_ranks_is_refused(mesh, tmp_path):
+    weight = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    folder = tmp_path / "run"
+    dcp.save({"weight": weight}, checkpoint_id=folder, no_dist=True)
+    wrong = rf"{folder} has 6 of the 12 elements of weight: it lacks the parts of other ranks"
+    with pytest.raises(CheckpointError, match=wrong):
+        export_file(folder, tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_folder_that_replaces_another_is_read_as_it_lies(tmp_path):
+    folder, numbers = tmp_path / "run", torch.arange(12.0)
+    for weight in (numbers.view(3, 4), numbers.view(4, 3).t()):
+        shutil.rmtree(folder, ignore_errors=True)
+        dcp.save({"weight": weight}, checkpoint_id=folder)
+        assert torch.equal(open_checkpoint(folder).tensors["weight"].whole(), weight)
