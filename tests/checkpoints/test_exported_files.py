@@ -27,6 +27,29 @@ def trained():
     return model, optimizer
 
 
+class Twice(torch.nn.Module):
+    """A module with two weights that have one bare name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+        self.module = torch.nn.Linear(4, 4, bias=False)
+
+
+def test_weights_whose_names_differ_by_module_keep_their_own_masters(tmp_path):
+    model = Twice()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    path, out = tmp_path / "run.pt", tmp_path / "out.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert "2 of them from exact masters" in export_file(path, out)
+    read, expected = torch.load(out), fp32_state_dict(model, optimizer)
+    assert all(torch.equal(read[name], each) for name, each in expected.items())
+
+
 class Foreign:
     """What is no tensor or number."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 __all__ = ["WRAPPERS", "bare_name", "saved_names", "without_wrappers"]
 
@@ -34,16 +35,28 @@ def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
         saved: keys of saved weights, possibly saved without wrappers, or by PEFT, which leaves out
             the name of the adapter, as in ``lora_A.default.weight``.
     """
-    keys = {bare_name(key): key for key in saved}
-    found = {name: keys[bare_name(name)] for name in names if bare_name(name) in keys}
-    left = keys.keys() - set(map(bare_name, found))
+    left = {*saved}
+    found = {name: name for name in names if name in left}
+    # A module may hold both "weight" and "module.weight", which are one bare name.
+    for shown in (without_wrappers, bare_name):
+        left -= {*found.values()}
+        keys, asking = _only(left, shown), _only({*names} - found.keys(), shown)
+        found |= {name: keys[short] for short, name in asking.items() if short in keys}
+    left -= {*found.values()}
+    keys = _only(left, bare_name)
     for name in names:
         if name not in found:
             adapted = (re.sub(pattern, "", bare_name(name)) for pattern in _ADAPTERS)
-            key = next((each for each in adapted if each in left), None)
+            key = next((each for each in adapted if each in keys), None)
             if key is not None:
                 found[name] = keys[key]
     return found
+
+
+def _only(names: Collection[str], shown: Callable[[str], str]) -> dict[str, str]:
+    """Names by a shorter form, without those that share it with another."""
+    counts = Counter(map(shown, names))
+    return {shown(name): name for name in names if counts[shown(name)] == 1}
 
 
 _ADAPTERS = (r"(\.modules_to_save)?\.[^.]+(?=\.[^.]+$)", r"\.[^.]+$")

@@ -75,7 +75,12 @@ class OptimizerStates:
 
     def names(self) -> dict[Any, str]:
         """The names of parameters by their keys in ``state``, as far as they are known."""
-        names = self.header.get("names") or [each.get("param_names") for each in self.groups]
+        bare = self.header.get("names") or [None] * len(self.groups)
+        # The header's are bare, and one may stand for several.
+        names = [
+            each.get("param_names") or of_group
+            for each, of_group in zip(self.groups, bare, strict=False)
+        ]
         found = {
             key: name
             for of_group, group in zip(names, self.groups, strict=False)
