@@ -50,6 +50,14 @@ def test_weights_whose_names_differ_by_module_keep_their_own_masters(tmp_path):
     assert all(torch.equal(read[name], each) for name, each in expected.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, "fp32", "float16"])
+def test_a_dtype_that_is_not_written_is_refused(dtype, tmp_path):
+    torch.save(trained()[0].state_dict(), tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=rf"given dtype={dtype!r}; it writes 'float32'"):
+        export_file(tmp_path / "run.pt", tmp_path / "out.pt", dtype=dtype)
+    assert not (tmp_path / "out.pt").exists()
+
+
 class Foreign:
     """What is no tensor or number."""
 

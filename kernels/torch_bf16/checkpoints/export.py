@@ -219,10 +219,21 @@ def export_file(
         One line about what was written.
 
     Raises:
+        ValueError: ``dtype`` is neither of the two.
         CheckpointError: there are no weights in ``source``, they are one rank's part, or the
             masters cannot be assigned.
     """
+    _check_dtype(dtype)
     return export_weights(open_checkpoint(Path(source), verify=True), target, dtype, optimizer)
+
+
+def _check_dtype(dtype: Any) -> None:
+    if not isinstance(dtype, str) or dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"export was given dtype={dtype!r}; it writes 'float32', in which bf16 weights are "
+            "exact if they have a master, or 'bfloat16', all weights as they were trained. "
+            "Nothing was written"
+        )
 
 
 def export_weights(
@@ -237,6 +248,7 @@ def export_weights(
         saved: the checkpoint.
         target: as for :func:`export_file`, and so are ``dtype`` and ``optimizer``.
     """
+    _check_dtype(dtype)
     further = [*saved.path.glob("optimizer_[1-9]*")] if saved.path.is_dir() else []
     if further and optimizer is None:
         raise CheckpointError(
