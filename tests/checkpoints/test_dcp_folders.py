@@ -41,3 +41,15 @@ def test_a_folder_that_replaces_another_is_read_as_it_lies(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
         dcp.save({"weight": weight}, checkpoint_id=folder)
         assert torch.equal(open_checkpoint(folder).tensors["weight"].whole(), weight)
+
+
+def test_a_flipped_byte_in_a_folder_is_not_exported(tmp_path):
+    weight, folder = torch.arange(12.0), tmp_path / "run"
+    dcp.save({"weight": weight}, checkpoint_id=folder)
+    (file,) = folder.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 7] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged at byte .*Bad CRC-32|another checksum"):
+        export_file(folder, tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()

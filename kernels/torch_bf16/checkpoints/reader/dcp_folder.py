@@ -41,12 +41,13 @@ _SMALL = 1 << 20
 _WORDS = ("state", "param_groups", HEADER)
 
 
-def read_dcp(path: Path, weights: bool = True) -> Saved:
+def read_dcp(path: Path, weights: bool = True, verify: bool = False) -> Saved:
     """The tensors of a folder, the optimizer's states and its hyperparameters.
 
     Args:
         path: the folder with ``.metadata``.
         weights: whether the folder must hold weights.
+        verify: whether to compare the checksums of each part of a tensor when it is first read.
 
     Raises:
         CheckpointError: it is damaged, or was made by something else.
@@ -59,7 +60,8 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
     # Several optimizers have equal numbers, and are told apart by what holds them.
     holders = {each.holder for each in inside.values() if each and each.word == "param_groups"}
     for key, entry in entries.items():
-        root, value = paths[key][0], functools.partial(_value, path, key, entry, places[key])
+        root = paths[key][0]
+        value = functools.partial(_value, path, key, entry, places[key], verify)
         within = inside[key]
         if within is not None and (within.holder in holders or root in STATES):
             found[within.holder].add(within.word, within.rest, value)
@@ -162,10 +164,12 @@ def _within(path: Sequence[Any]) -> _Within | None:
     return None
 
 
-def _value(folder: Path, key: str, entry: Any, places: dict[tuple[int, ...], Any]) -> Any:
+def _value(
+    folder: Path, key: str, entry: Any, places: dict[tuple[int, ...], Any], verify: bool
+) -> Any:
     """A tensor; or a small object, if torch can load it without running code; else None."""
     if hasattr(entry, "chunks"):
-        return tensor_of_parts(folder, key, entry, places)
+        return tensor_of_parts(folder, key, entry, places, verify)
     place = next(iter(places.values()), None)
     if place is None or place.length > _SMALL:
         return None

@@ -36,10 +36,11 @@ class _Part(NamedTuple):
     length: int
     # Another file may take the same path while the process runs.
     version: tuple[int, int]
+    verify: bool
 
 
 def tensor_of_parts(
-    path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any]
+    path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any], verify: bool = False
 ) -> SavedTensor:
     """A tensor of which other ranks may have saved other parts.
 
@@ -48,6 +49,7 @@ def tensor_of_parts(
         key: the tensor's name in it.
         entry: its ``TensorStorageMetadata``.
         by_offset: the place of each part in the files, by the part's first element.
+        verify: whether to compare each part's checksums when it is first read.
 
     Raises:
         CheckpointError: a part is not there.
@@ -77,7 +79,7 @@ def tensor_of_parts(
         if dtype.is_complex:
             offsets, sizes = (*offsets, 0), (*sizes, 2)
         version = status.st_ino, status.st_mtime_ns
-        parts.append(_Part(offsets, sizes, file, place.offset, place.length, version))
+        parts.append(_Part(offsets, sizes, file, place.offset, place.length, version, verify))
     is_complex, dtype = dtype.is_complex, dtype.to_real()
     shape = (*entry.size, 2) if is_complex else tuple(entry.size)
     read = functools.partial(_read, key, shape, dtype, tuple(parts))
@@ -136,6 +138,8 @@ def _storage(part: _Part) -> tuple[int, int, tuple[int, ...]]:
     try:
         with part.file.open("rb") as file, zipfile.ZipFile(_Slice(file, part)) as archive:
             (info,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+            if part.verify and (damaged := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"its record {damaged} has another checksum")
             if info.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile("it is compressed")
             description = archive.read(info.filename.removesuffix("data/0") + "data.pkl")

@@ -32,7 +32,7 @@ def open_checkpoint(path: Path, verify: bool = False) -> Saved:
         path: a file of safetensors, of torch.save or of Lightning, an index of several, or a folder
             of the Trainer, of Accelerate or of ``torch.distributed.checkpoint``.
         verify: whether to compare the checksums that files of torch.save have, which reads all of
-            them.
+            them; those in a folder of ``torch.distributed.checkpoint`` when they are first read.
 
     Raises:
         CheckpointError: it is damaged, foreign, one rank's part or holds no weights; the message
@@ -68,13 +68,13 @@ def _file(path: Path, verify: bool) -> Saved:
 
 def _folder(path: Path, verify: bool) -> Saved:
     if (path / ".metadata").exists():
-        return read_dcp(path)
+        return read_dcp(path, verify=verify)
     names = {each.name for each in path.iterdir()}
     if sharded := sorted(path.glob("*model_fsdp_*/.metadata")):
-        found = read_dcp(sharded[0].parent)
+        found = read_dcp(sharded[0].parent, verify=verify)
         states = path / "optimizer_0"
         if (states / ".metadata").exists():
-            found.optimizers = read_dcp(states, weights=False).optimizers
+            found.optimizers = read_dcp(states, False, verify).optimizers
         return replace(found, path=path, step=_trainer_step(path))
     weights = _weights_in(path, names)
     if not weights:
