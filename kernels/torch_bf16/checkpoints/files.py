@@ -34,6 +34,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save's number before it wrote zip files
 _FOLDER = 0x10  # MS-DOS's attribute, in zip's directory
 
 
@@ -79,7 +80,7 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     memory unless all do. Modules are loaded before optimizers, in whatever order they are passed.
 
     Args:
-        path: the file; one in which ``torch.save`` has saved a dict will do.
+        path: the file; one in which ``torch.save`` has saved a dict, as a zip file, will do.
         **parts: objects with a ``load_state_dict`` method, by the names they were saved under.
 
     Returns:
@@ -88,6 +89,7 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     Raises:
         ValueError: a part has no ``load_state_dict`` method.
         FileNotFoundError: there is no file.
+        MemoryError: the machine has too little memory for it.
         CheckpointError: it is truncated, damaged or not what ``torch.save`` writes, lacks a part,
             or is of another model.
         StateMismatchError: it does not fit an optimizer.
@@ -179,15 +181,28 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no file.
+        MemoryError: the machine has too little memory for it.
         CheckpointError: it is truncated or damaged, or holds something other than named parts.
     """
     with path.open("rb") as file:
+        if file.read(len(_OLD)) == _OLD:
+            raise CheckpointError(
+                f"{path} was saved with _use_new_zipfile_serialization=False, and such a file has "
+                "no checksums that would tell whether it is whole. If you trust it, read it with "
+                "torch.load(path, weights_only=True) and save it again. Nothing was changed"
+            )
         try:
             check_records(file)
             file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
         # zipfile and torch raise almost anything over damaged bytes.
         except Exception as error:
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+                raise MemoryError(
+                    f"{path} ({os.path.getsize(path):,} bytes) was not loaded, because the machine "
+                    f"has too little free memory: {first_line(error)}. The file is not at fault: "
+                    "free memory and load it again. Nothing was changed"
+                ) from error
             if kinds := _foreign_kinds(file):
                 raise CheckpointError(
                     f"{path} holds {kinds}, which weights_only=True does not load, because files "
