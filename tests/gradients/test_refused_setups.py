@@ -38,3 +38,11 @@ def test_no_ddp_module_keeps_a_hook_if_another_is_refused(one_rank):
     assert hook_holder(first) is None
     torch_bf16.reduce_gradients(first, optimizer)
     assert hook_holder(first) == "reduce='bf16_wire'"
+
+
+def test_torchs_own_sums_get_no_hooks_from_a_release_that_follows():
+    model = torch_bf16.cast_model(nn.Linear(8, 8, bias=False))
+    optimizer = torch_bf16.SGD(model.named_parameters(), lr=0.5)
+    torch_bf16.accumulate_gradients(model, optimizer, "bf16_nearest")
+    torch_bf16.release_gradients(model, optimizer, accumulation_steps=9)
+    assert not model.weight._backward_hooks

@@ -19,7 +19,7 @@ from torch import nn
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import CheckpointError, first_line, with_article
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding import is_incomplete
+from torch_bf16.sharding import any_flattened, is_incomplete, shard_of
 from torch_bf16.states.schema import HEADER
 
 from .atomic_write import replacing
@@ -65,6 +65,8 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> None:
         3
     """
     path = Path(path)
+    for name, part in parts.items():
+        _check_not_flattened(part, name)
     states = {n: p.state_dict() if hasattr(p, "state_dict") else p for n, p in parts.items()}
     check_complete(states)
     with replacing(path) as partial:
@@ -151,6 +153,22 @@ def check_complete(content: Any, name: str = "") -> None:
             "ranks call torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, "
             "options=StateDictOptions(full_state_dict=True)), and write on one what it returns; or "
             "write all parts by torch.distributed.checkpoint.save. Nothing was written"
+        )
+
+
+def _check_not_flattened(part: Any, name: str) -> None:
+    """FSDP1's optimizer gives a rank's parts as plain tensors, so its parameters must be asked."""
+    if not isinstance(part, torch.optim.Optimizer):
+        return
+    parameters = [each for group in part.param_groups for each in group["params"]]
+    if not any_flattened(parameters) or torch.distributed.get_world_size() == 1:
+        return
+    if any(shard_of(each).sharded for each in parameters if any_flattened([each])):
+        raise CheckpointError(
+            f"{name!r} is an optimizer of parameters that FullyShardedDataParallel (FSDP1) has "
+            "sharded, and this rank has the states of a part of them. Call "
+            "FSDP.optim_state_dict(model, optimizer) on all ranks, and write on one what it "
+            "returns. Nothing was written"
         )
 
 

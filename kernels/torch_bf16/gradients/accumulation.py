@@ -204,8 +204,9 @@ class GradientAccumulation:
             optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
-        """Hook the parameters that are new, or no longer frozen."""
-        self._hooked.update()
+        """Hook the parameters that are new, or no longer frozen; torch's own sums need no hooks."""
+        if self.format != "bf16_nearest":
+            self._hooked.update()
 
     def unhooked(self, parameter: Any, others: list[GradientAccumulation]) -> None:
         """Leave the sum of a parameter to torch again, or to other accumulations."""
