@@ -57,8 +57,8 @@ def accumulate_gradients(
       place. The noise is a pure function of seed, step, micro-batch, parameter and element, with no
       state to be saved. From the second micro-batch on, gradients wait for each other, 32 MiB of
       them for one kernel call: ``p.grad`` is the sum when ``backward`` returns. If something may
-      read it earlier, namely a hook on the parameter or on its ``AccumulateGrad`` node, or a DDP
-      module that reduces in this pass, each gradient is added as it arrives.
+      read it earlier, each gradient is added as it arrives: a hook on the parameter, one that its
+      ``AccumulateGrad`` node had before the first sum, or a DDP module that reduces in this pass.
     - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter; torch 2.10 or newer.
 
     Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
@@ -169,8 +169,6 @@ class GradientAccumulation:
         self.make_groups()
         # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
         self._numbers: dict[int, int] = {}
-        # Whether its node has hooks of others, which may read the sum; by id of the parameter.
-        self._watched: dict[int, bool] = {}
         self._steps = StepNumbers()
         self._readers: list[DdpReader] = []
         if format != "bf16_nearest":
@@ -219,6 +217,8 @@ class GradientAccumulation:
     def make_groups(self) -> None:
         """Forget which gradients are added together."""
         self._gathering = Gathering(self._add_all)
+        # Whether its node has hooks of others, which may read the sum; by id of the parameter.
+        self._watched: dict[int, bool] = {}
         # Groups of one parameter each, whose sums must not wait for others.
         self._alone: dict[Tensor, Group] = {}
 
@@ -323,7 +323,7 @@ class GradientAccumulation:
         ranks = dist.is_available() and dist.is_initialized()
         if unknown and ranks and not is_dtensor(parameter):
             return False
-        # A search of the node takes 30 microseconds, so there is one per step.
+        # A search of the node takes 30 microseconds, so there is one, before its first sum.
         if (watched := self._watched.get(id(parameter))) is None:
             watched = self._watched[id(parameter)] = bool(has_node_hooks(parameter))
         return not watched
@@ -353,7 +353,6 @@ class GradientAccumulation:
         self._steps.ask(optimizer.state)
         # Sums that are zeroed instead of freed also count from the start, as in a resumed run.
         self._numbers.clear()
-        self._watched.clear()
         for group in (*self._gathering, *self._alone.values()):
             if group.made is not None:
                 group.made.forget()
