@@ -21,6 +21,7 @@ __all__ = [
     "first_line",
     "is_partial",
     "mark_partial",
+    "partial_if_begun",
     "prefix_errors",
     "suffix_errors",
     "version_numbers",
@@ -108,6 +109,24 @@ def mark_partial(error: BaseException) -> None:
     A mark, so that the error keeps its class: programs catch torch's for memory.
     """
     error.__dict__["torch_bf16_partial"] = True
+
+
+class partial_if_begun:
+    """Within the context, an error after :attr:`begun` was set is marked as partial.
+
+    Attributes:
+        begun: whether something may have been written.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __enter__(self) -> partial_if_begun:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.begun:
+            mark_partial(error)
 
 
 def is_partial(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.errors import mark_partial
+from torch_bf16.errors import partial_if_begun
 from torch_bf16.numerics.counter_rng import block_keys, draw16, noise_bits
 from torch_bf16.numerics.roots import has_fp64, sqrt
 from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
@@ -79,16 +79,11 @@ class _EagerKernel:
         """Update every tensor of the bucket, in place."""
         bucket = self._bucket
         inputs = with_factors(bucket.variant.rule, bucket.totals, inputs)
-        writes = False
-        try:
+        with partial_if_begun() as writes:
             for tensor, start, stop, part in self._slices(inputs):
                 planes, numbers = _update(bucket, inputs, tensor, part, start, stop)
-                writes = True
+                writes.begun = True
                 _encode(bucket, inputs, tensor, planes, numbers, start, stop)
-        except BaseException as error:
-            if writes:
-                mark_partial(error)
-            raise
 
     @subnormals_kept()
     def measure(self, inputs: KernelInputs) -> None:

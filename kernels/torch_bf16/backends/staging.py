@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bf16.errors import mark_partial
+from torch_bf16.errors import partial_if_begun
 
 from .backend import Backend, Kernel
 from .bucket import Bucket
@@ -345,19 +345,13 @@ class StagedKernel:
         self._run(inputs, reads=True)
 
     def _run(self, inputs: KernelInputs, *, reads: bool) -> None:
-        writes = False
-        try:
-            with self._staging as staging:
-                for each in self._loads:
-                    part, moves = each.inputs(inputs)
-                    if any(gradient is not None for gradient in part.gradients):
-                        kernel = each.kernel.measure if reads else each.kernel
-                        staging.run(each.slot, moves, functools.partial(kernel, part), reads)
-                        writes = True
-        except BaseException as error:
-            if writes:
-                mark_partial(error)
-            raise
+        with partial_if_begun() as writes, self._staging as staging:
+            for each in self._loads:
+                part, moves = each.inputs(inputs)
+                if any(gradient is not None for gradient in part.gradients):
+                    kernel = each.kernel.measure if reads else each.kernel
+                    staging.run(each.slot, moves, functools.partial(kernel, part), reads)
+                    writes.begun = True
 
     def compile(self, n_scalars: int) -> None:
         """Compile everything that the first call would compile."""
