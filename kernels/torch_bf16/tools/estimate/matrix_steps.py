@@ -193,8 +193,7 @@ class _Round:
             yield here + inputs + solutions + beside + _solution_bytes(cost, shape, count)
             inputs -= cost.sent * numel * (count - alone)
             solutions += cost.answer * numel * count + kept
-        yield here + solutions + 2 * self.answers + self.back
-        yield here + solutions + self.answers + self._finishing
+        yield here + solutions + self.answers + max(self.back, self._finishing)
 
 
 def _solution_bytes(cost: _Cost, shape: Sequence[int], count: int) -> int:
