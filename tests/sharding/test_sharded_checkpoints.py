@@ -174,6 +174,10 @@ def test_a_model_built_on_meta_loads_weights_and_masters(ranks, tmp_path):
     assert_same(reference(EVEN, EXACT), joined(ranks(4, built_on_meta, tmp_path)))
 
 
+def elements(run):
+    return {name: part.elements for name, part in run.parts().items()}
+
+
 def saved_as_a_file(case, file):
     run = Run(case, EXACT).train(range(2))
     parts = dict(zip(("model", "optimizer"), (run.model, run.optimizer), strict=True))
@@ -191,6 +195,14 @@ def saved_as_a_file(case, file):
     if dist.get_rank() == 0:
         torch_bf16.save_checkpoint(file, **dict(zip(parts, whole, strict=True)))
         export_file(file, file.with_name("weights.pt"))
+    dist.barrier()
+    again = Run(case, EXACT)
+    untouched = elements(again)
+    with pytest.raises(torch_bf16.CheckpointError, match=r"whole tensor.*full_state_dict=True"):
+        torch_bf16.load_checkpoint(file, model=again.model, optimizer=again.optimizer)
+    assert_same(untouched, elements(again))
+    again.put(torch_bf16.load_checkpoint(file), StateDictOptions(full_state_dict=True))
+    assert_same(elements(run), elements(again))
 
 
 def test_one_ranks_part_is_not_saved_as_if_it_were_all(ranks, tmp_path):

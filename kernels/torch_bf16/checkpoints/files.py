@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
-from torch_bf16.errors import CheckpointError, first_line, with_article
+from torch_bf16.errors import CheckpointError, first_line, suffix_errors, with_article
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding import any_flattened, is_incomplete, shard_of
+from torch_bf16.optim.state_dict import check_groups
+from torch_bf16.sharding import any_flattened, is_dtensor, is_incomplete, shard_of
 from torch_bf16.states.schema import HEADER
 
 from .atomic_write import replacing
@@ -114,19 +115,23 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
         if isinstance(part, nn.Module):
             _check_fits(part, states[name], f"{name} in {path}")
         else:
-            for each in _loaded_into(part, states[name]):
-                each.check_state_dict(states[name])
+            _check_optimizer(part, states[name])
     # An exact master is stored as the bits that its weight lacks, so weights come first.
     for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
         parts[name].load_state_dict(states.pop(name))
     return states
 
 
-def _loaded_into(part: Any, saved: Any) -> list[BF16Optimizer]:
-    """The part itself if it is our optimizer, or those to which a wrapper passes its state dict."""
+def _check_optimizer(part: Any, saved: Any) -> None:
+    """Check a state dict for an optimizer, or for what a wrapper passes its state dict to."""
     if isinstance(part, BF16Optimizer):
-        return [part]
-    return held_optimizers(part) if isinstance(saved, Mapping) and HEADER in saved else []
+        part.check_state_dict(saved)
+    elif isinstance(saved, Mapping) and HEADER in saved and (held := held_optimizers(part)):
+        for each in held:
+            each.check_state_dict(saved)
+    elif isinstance(part, torch.optim.Optimizer) and "param_groups" in saved:
+        with suffix_errors("Nothing was changed"):
+            check_groups(part, saved)
 
 
 def first_keys(content: Mapping[Any, Any]) -> str:
@@ -277,7 +282,7 @@ def _foreign_kinds(file: Any) -> str:
 
 
 def _check_fits(module: nn.Module, state: Any, label: str) -> None:
-    """Compare names and shapes, so that a module is not left half loaded."""
+    """Compare names, shapes and kinds of tensors, so that a module is not left half loaded."""
     saved = state if isinstance(state, Mapping) else {}
     live = module.state_dict()
     lacking, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
@@ -297,3 +302,22 @@ def _check_fits(module: nn.Module, state: Any, label: str) -> None:
             f"{label} is of another model: it {'; it '.join(faults)}. Load it into the model that "
             "it was saved from. Nothing was changed"
         )
+    for name, each in live.items():
+        if is_dtensor(each) != is_dtensor(saved[name]):
+            raise CheckpointError(_of_other_placement(label, name, is_dtensor(each)))
+
+
+def _of_other_placement(label: str, name: str, live_is_sharded: bool) -> str:
+    if not live_is_sharded:
+        return (
+            f"{label} has {name!r} as a sharded tensor, and the model's own is not sharded. Save "
+            "the whole state dicts of torch.distributed.checkpoint.state_dict.get_state_dict(..., "
+            "options=StateDictOptions(full_state_dict=True)). Nothing was changed"
+        )
+    return (
+        f"{label} has {name!r} as a whole tensor, and the model's own is sharded. On all ranks "
+        "read the file by parts = load_checkpoint(path), and call torch.distributed.checkpoint."
+        "state_dict.set_state_dict(model, optimizer, model_state_dict=parts[...], "
+        "optim_state_dict=parts[...], options=StateDictOptions(full_state_dict=True)). Nothing was "
+        "changed"
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
 from torch_bf16.engine.states import set_seen
@@ -28,7 +29,7 @@ from .variants import VARIANTS
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check", "load", "save"]
+__all__ = ["check", "check_groups", "load", "save"]
 
 _UNCHANGED = "Nothing was changed"
 
@@ -223,17 +224,22 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
     with suffix_errors(_UNCHANGED):
         schema.check_whole(state_dict)
         schema.check_header(state_dict.get(schema.HEADER))
-        theirs, ours = (
-            [len(group["params"]) for group in groups]
-            for groups in (state_dict["param_groups"], optimizer.param_groups)
-        )
-        if theirs != ours:
-            raise StateMismatchError(
-                f"the state dict has groups of {theirs} parameters and the optimizer of {ours}; it "
-                "was saved from another model"
-            )
+        check_groups(optimizer, state_dict)
         for _ in _read(optimizer, state_dict, Changes()):
             pass
+
+
+def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise if a state dict has other numbers of groups or parameters than any optimizer."""
+    theirs, ours = (
+        [len(group["params"]) for group in groups]
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
+    )
+    if theirs != ours:
+        raise StateMismatchError(
+            f"the state dict has groups of {theirs} parameters and the optimizer of {ours}; it "
+            "was saved from another model"
+        )
 
 
 def _shared_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
