@@ -1,6 +1,7 @@
 """Files that take the place of others once they are whole, whichever library writes them."""
 
 import os
+import stat
 
 import pytest
 import torch
@@ -59,6 +60,9 @@ def test_it_is_flushed_and_open_to_the_users_that_others_are(path, tmp_path, mon
     write(path)
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     assert any(os.path.samestat(each, path.stat()) for each in flushed)
+    path.chmod(0o600)
+    write(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_folder_that_cannot_be_flushed_is_no_failure(path, monkeypatch):

@@ -61,6 +61,7 @@ def test_exported_weights_are_those_of_the_run_in_fp32(recipe, steps):
     expected, _ = fp32_run(steps)
     exported = fp32_state_dict(model, optimizer)
     assert exported.keys() == expected.state_dict().keys()
+    assert exported._metadata == expected.state_dict()._metadata
     for name, value in expected.state_dict().items():
         assert exported[name].dtype == value.dtype
         if value.is_floating_point():

@@ -26,7 +26,8 @@ def replacing(path: Path) -> Iterator[Path]:
     It lies beside ``path``, is flushed to disk and renamed when the context ends, and is removed
     after an exception. A process that is killed in between leaves the old file and at most one
     ``.<name>.partial``, which the next write of ``path`` overwrites; safetensors may leave a
-    ``.tmp`` file of its own. A link stays, and the file that it names is replaced.
+    ``.tmp`` file of its own. A link stays, and the file that it names is replaced; permissions
+    stay, too.
 
     Raises:
         CheckpointError: another process or thread is writing ``path``.
@@ -36,14 +37,14 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     with ExitStack() as locks:
         file = locks.enter_context(_locked(partial, path, os.O_CREAT))
-        mode = stat.S_IMODE(os.fstat(file).st_mode)
+        mode = stat.S_IMODE((path.stat() if path.exists() else os.fstat(file)).st_mode)
         try:
             os.truncate(file, 0)
             yield partial
             # safetensors writes another file, closed to other users, and renames it to this one.
             if not _is_at(file, partial):
                 file = locks.enter_context(_locked(partial, path, 0))
-                os.chmod(partial, mode)
+            os.chmod(partial, mode)
             os.fsync(file)
             os.replace(partial, path)
         except BaseException:

@@ -60,7 +60,8 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
             "FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT), torch.save it, and "
             "export that file: python -m torch_bf16 export FILE TARGET"
         )
-    weights = dict(model.state_dict(keep_vars=True))
+    # The module's own kind of dictionary, which has the versions of its parts.
+    weights = model.state_dict(keep_vars=True)
     owners = {p: each for each in ours for group in each.param_groups for p in group["params"]}
     for name, value in weights.items():
         if not isinstance(value, Tensor):
