@@ -60,6 +60,19 @@ def assert_masters_equal(module, exact, recipe):
     assert all(same_bits(master, want) for master, want in zip(found, exact, strict=True))
 
 
+@pytest.mark.parametrize("way", ["overwrite", "swap"])
+def test_masters_start_from_the_fp32_weights_where_torch_s_conversions_replace_parameters(way):
+    conversion = getattr(torch.__future__, f"set_{way}_module_params_on_conversion")
+    conversion(True)
+    try:
+        exact, module = seeded("bf16+16")
+        assert_masters_equal(module.to("cpu"), exact, EXACT["bf16+16"])
+        _, module = seeded("bf16+16")
+        module.float()
+    finally:
+        conversion(False)
+
+
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("first", ["cast", "optimizer", "converted"])
 def test_masters_start_from_the_fp32_weights_exactly(kind, first):

@@ -45,7 +45,8 @@ class _Remainder:
         version: the parameter's version then; a later write makes ``bits`` stale.
         sums: sums of the bf16 bits, weighted by their places, to notice writes that do not change
             the version (``p.data.zero_()``).
-        placed: whether the parameter was placed on a mesh when it was cast.
+        placed: whether the parameter is found by its place in a module only, because it was placed
+            on a mesh when it was cast, or because torch's conversions replace parameters.
         places: modules that own the parameter, each with the parameter's name there.
     """
 
@@ -59,7 +60,7 @@ class _Remainder:
 _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The same, by the module that owns the parameter and its name there: ``fully_shard`` puts another
 # parameter in that place. Sharded parameters are only here: torch does not convert a parameter that
-# has a weak reference.
+# has a weak reference by swapping it.
 _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
 
 # The module that owns a parameter and the parameter's name there, by its id, as of the last search.
@@ -96,7 +97,7 @@ def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
         if (bits := bits_of.get(id(parameter))) is not None:
             shard = shard_of(parameter)
             remainders[id(parameter)] = _Remainder(
-                bits, shard.version(), _sums(shard.memory), shard.replaces_parameter
+                bits, shard.version(), _sums(shard.memory), _found_by_place(shard)
             )
     _keep(module, remainders)
 
@@ -129,8 +130,9 @@ def find_remainders(shards: Iterable[Shard]) -> list[_Remainder | None]:
     """:func:`find_remainder` for each shard; searches all modules once at most."""
     remainders, fresh = [], False
     for shard in shards:
-        if not shard.replaces_parameter:
-            remainders.append(_by_parameter.get(shard.parameter))
+        remainder = None if shard.replaces_parameter else _by_parameter.get(shard.parameter)
+        if remainder is not None or not _found_by_place(shard):
+            remainders.append(remainder)
             continue
         place = _place_of(shard, fresh)
         if place is None and _by_owner and not fresh:
@@ -139,6 +141,15 @@ def find_remainders(shards: Iterable[Shard]) -> list[_Remainder | None]:
             place = _place_of(shard, fresh)
         remainders.append(None if place is None else _by_owner.get(place[0], {}).get(place[1]))
     return remainders
+
+
+def _found_by_place(shard: Shard) -> bool:
+    """Whether this may be another parameter than the one that was cast, in the same place."""
+    return (
+        shard.replaces_parameter
+        or torch.__future__.get_overwrite_module_params_on_conversion()
+        or torch.__future__.get_swap_module_params_on_conversion()
+    )
 
 
 def _place_of(shard: Shard, fresh: bool) -> tuple[nn.Module, str] | None:
@@ -303,7 +314,9 @@ def sync_masters(
             # As bytes, because NCCL knows no 16-bit integers.
             dist.broadcast(each.view(-1).view(torch.uint8), src=src, group=group)
         bits = bits if remainder is None else bits.to(remainder.bits.device)
-        synced[id(shard.parameter)] = _Remainder(bits, shard.version(), sums, placed=False)
+        synced[id(shard.parameter)] = _Remainder(
+            bits, shard.version(), sums, _found_by_place(shard)
+        )
     _keep(model, synced)
 
 
