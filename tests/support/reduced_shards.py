@@ -227,13 +227,16 @@ def run_refusals():
 
     replicated = replicate(Units(with_fp32=False), mesh=mesh)
     refused(replicated, NotImplementedError, "parameters are replicated")
+    flattened = FullyShardedDataParallel(Units(with_fp32=False), **options)
     lacking = RuntimeError("Backend mine does not support alltoall_base")
     with mock.patch.object(dist, "all_to_all_single", side_effect=lacking):
         for wrapped in (
             DistributedDataParallel(Model()),
             fully_shard(Model().bfloat16(), mesh=mesh),
+            flattened,
         ):
             refused(wrapped, NotImplementedError, "'gloo' has no all-to-all on cpu")
+    assert flattened._comm_hook is None
     old = fully_shard(Model().bfloat16(), mesh=mesh)
     with mock.patch.object(FSDPModule, "set_custom_reduce_scatter"):
         del FSDPModule.set_custom_reduce_scatter

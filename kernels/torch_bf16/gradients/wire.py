@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
-from torch_bf16.sharding import Unit, reduce_by, units, world_size
+from torch_bf16.sharding import Unit, fsdp1_roots, reduce_by, units, world_size
 
 from .reduce_scatter import ReduceScatter, check_all_to_all
 from .wire_ddp import BucketReduction
@@ -64,20 +64,21 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     modules = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     all_units = [*units(model)]
     sharded = [u for u in all_units if any(p.dtype == torch.bfloat16 for p in u.parameters)]
+    flattened = fsdp1_roots(model, _reduce_fsdp1)
     # All before any is changed: nobody can take a hook back from a DDP module.
     for module in modules:
         BucketReduction.check(module)
     for unit in sharded:
         _check_fsdp2(unit)
+    for unit in flattened:
+        check_all_to_all(unit.process_group, unit.compute_device)
     for module in modules:
         BucketReduction.follow(module, ours)
     for unit in sharded:
         unit.module.set_custom_reduce_scatter(ReduceScatter())
-    registered = bool(modules or all_units)
-    for group, device in reduce_by(model, _reduce_fsdp1):
-        check_all_to_all(group, device)
-        registered = True
-    if not registered and world_size() > 1:
+    for unit in flattened:
+        reduce_by(unit, _reduce_fsdp1)
+    if not (modules or all_units or flattened) and world_size() > 1:
         raise ValueError(
             f"reduce_gradients found nothing in {type(model).__name__} that reduces gradients over "
             f"the {world_size()} ranks: give it the model as DistributedDataParallel, "

@@ -22,7 +22,7 @@ from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, is_incomplete
 from .exchange import Like, all_gather, exchange, world_size
 from .exit import settle_at_exit
-from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of
+from .fsdp1 import Fsdp1Shard, any_flattened, fsdp1_roots, is_part, reduce_by, register, unit_of
 from .fsdp2 import Unit, before_backward_of, has_run, places, reshard, units
 from .local import (
     as_real,
@@ -59,6 +59,7 @@ __all__ = [
     "check_engine",
     "deepspeed_config",
     "exchange",
+    "fsdp1_roots",
     "gradients_of",
     "has_run",
     "is_dtensor",

@@ -27,7 +27,15 @@ from .exchange import exchange
 from .shard import Shard
 from .span import Span
 
-__all__ = ["Fsdp1Shard", "any_flattened", "is_part", "reduce_by", "register", "unit_of"]
+__all__ = [
+    "Fsdp1Shard",
+    "any_flattened",
+    "fsdp1_roots",
+    "is_part",
+    "reduce_by",
+    "register",
+    "unit_of",
+]
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The handle that has flattened a parameter, as a weak reference: handles hold the parameters."""
@@ -195,17 +203,16 @@ def unit_of(parameter: Tensor) -> dict[Tensor, tuple[int, ...]]:
     return dict(zip(flat._params, map(tuple, flat._shapes), strict=True))
 
 
-def reduce_by(
-    model: nn.Module, hook: Callable[[Any, Tensor, Tensor], None]
-) -> list[tuple[Any, torch.device]]:
-    """Let a hook reduce the gradients that FSDP1 shards over several ranks; idempotent.
+def fsdp1_roots(model: nn.Module, hook: Callable[[Any, Tensor, Tensor], None]) -> list[Any]:
+    """The outermost units whose gradients a hook can reduce, by :func:`reduce_by`.
 
     Args:
         model: the model, before its first forward pass.
-        hook: called with a process group, a unit's gradient and the shard of it to be written.
+        hook: which they may have already.
 
     Returns:
-        The process group and the device of each outermost unit.
+        Those that FSDP1 shards over several ranks; each has a ``process_group`` and a
+        ``compute_device``.
 
     Raises:
         NotImplementedError: FSDP1 accepts no hook there, or has one already.
@@ -235,10 +242,19 @@ def reduce_by(
                 "FULL_SHARD or SHARD_GRAD_OP with all units in bf16, or leave reduce='bf16_wire' "
                 "out"
             )
-        if root._comm_hook is None:
-            root.register_comm_hook(root.process_group, hook)
-        found.append((root.process_group, root.compute_device))
+        found.append(root)
     return found
+
+
+def reduce_by(unit: Any, hook: Callable[[Any, Tensor, Tensor], None]) -> None:
+    """Let a hook reduce the gradients of an outermost unit; idempotent.
+
+    Args:
+        unit: one of :func:`fsdp1_roots`.
+        hook: called with a process group, a unit's gradient and the shard of it to be written.
+    """
+    if unit._comm_hook is None:
+        unit.register_comm_hook(unit.process_group, hook)
 
 
 def register(module: nn.Module) -> None:
