@@ -272,7 +272,7 @@ def test_a_folder_that_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_
     elif kind in ("cut short", "another run"):
         weights = {name: each.clone() for name, each in model.state_dict().items()}
         if kind == "another run":
-            weights = {f"other.{name}": each for name, each in weights.items()}
+            weights = {f"{name}_of_another": each for name, each in weights.items()}
             match = "belong to no weight here"
         safetensors.save_file(weights, folder / "model.safetensors")
         torch.save(optimizer.state_dict(), folder / "optimizer.bin")

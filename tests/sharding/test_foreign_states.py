@@ -161,6 +161,6 @@ def test_masters_are_exported_whatever_wrapped_the_model(prefix):
     assert exact == len(weights) == 4
     expected = torch_bf16.fp32_state_dict(model, optimizer)
     assert all(torch.equal(found[prefix + name], each) for name, each in expected.items())
-    foreign = {f"other.{name}": each for name, each in weights.items()}
+    foreign = {f"{name}_of_another": each for name, each in weights.items()}
     with pytest.raises(CheckpointError, match=r"exact masters of 0.weight, .* belong to no weight"):
         fp32_weights(foreign, states)

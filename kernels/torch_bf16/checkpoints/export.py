@@ -29,6 +29,8 @@ __all__ = [
     "fp32_weights",
 ]
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     """The module's state dict with each bf16 weight as the fp32 number that its next step reads.
@@ -117,7 +119,7 @@ def fp32_weights(
 
     Args:
         model: the state dict of the module, or the tensors of a file, which are read one by one.
-        optimizers: the optimizers with its masters; without any, weights are upcast.
+        optimizers: the optimizers with its masters; without any, bf16 and fp16 weights are upcast.
 
     Returns:
         The weights, and how many of them had an exact master.
@@ -141,8 +143,9 @@ def fp32_weights(
     if lost := [name for name in states if name not in key_of and _masters(states[name])]:
         raise CheckpointError(
             f"the exact masters of {', '.join(lost[:4])} ({len(lost)} in all) belong to no weight "
-            f"here; the weights are {', '.join([*model][:4])} and so on: model and optimizer are "
-            "not from the same run. Nothing was written"
+            f"here, by name; the weights are {', '.join([*model][:4])} and so on. If they were "
+            "trained by this optimizer, export from the program: torch_bf16.fp32_state_dict(model, "
+            "optimizer). Nothing was written"
         )
     states = {key: states[name] for name, key in key_of.items()}
     # A tied weight has a state under one of its names only.
@@ -167,7 +170,7 @@ def fp32_weights(
             weights[name] = format_.decode([value.contiguous(), *beside])
             exact += 1
         else:
-            weights[name] = value.float() if value.dtype == torch.bfloat16 else value
+            weights[name] = value.float() if value.dtype in _NARROW else value
     return weights, exact
 
 
@@ -212,8 +215,8 @@ def export_file(
         source: a checkpoint of any kind that ``open_checkpoint`` reads: a file of
             ``save_checkpoint``, ``torch.save``, Lightning or safetensors, an index, or a folder.
         target: ``*.safetensors``; any other name gets a file of ``torch.save``.
-        dtype: ``"float32"`` makes bf16 weights fp32, exact if there is a master; ``"bfloat16"``
-            leaves all weights as they were trained.
+        dtype: ``"float32"`` makes bf16 and fp16 weights fp32, exact if there is a master;
+            ``"bfloat16"`` leaves all weights as they were trained.
         optimizer: the file with the optimizer's state dict, if it is not in ``source``.
 
     Returns:

@@ -50,6 +50,12 @@ def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
             key = next((each for each in adapted if each in keys), None)
             if key is not None:
                 found[name] = keys[key]
+    # Saved from a module around the one whose parameters these are: of all that are left, or none.
+    left -= {*found.values()}
+    keys = _only(left, lambda key: bare_name(key).partition(".")[2])
+    asking = _only({*names} - found.keys(), bare_name)
+    if len(asking) == len({*names} - found.keys()) and asking.keys() <= keys.keys():
+        found |= {name: keys[short] for short, name in asking.items()}
     return found
 
 

@@ -43,11 +43,17 @@ def read_torch_file(path: Path, verify: bool) -> Saved:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {with_article(content)}, not tensors by name")
     saved = Saved(path, {}, notes=notes)
-    parts = (content[key] for key in WEIGHTS if isinstance(content.get(key), Mapping))
     held = _held(content)
-    for part in (*parts, {key: each for key, each in content.items() if key not in held}):
-        if not saved.tensors:
+    rest = {key: each for key, each in content.items() if key not in held}
+    for key in WEIGHTS:
+        if isinstance(part := content.get(key), Mapping):
             _add_tensors(saved, part)
+        if saved.tensors:
+            others = [name for name, each in rest.items() if name != key and _is_model(each)]
+            notes += [_left_out(path, each, key) for each in others]
+            break
+    else:
+        _add_tensors(saved, rest)
     if not saved.tensors:
         raise CheckpointError(
             f"{path} has no weights: it holds {first_keys(content)}. They are looked for under "
@@ -69,6 +75,26 @@ def read_optimizer(path: Path, verify: bool) -> tuple[list[OptimizerStates], lis
             "looked for at the first level, alone or several together, or as the whole file"
         )
     return found, notes
+
+
+def _is_model(part: Any) -> bool:
+    """Whether a part of a file is built as a module's state dict: of tensors, with weights."""
+    return (
+        isinstance(part, Mapping)
+        and all(isinstance(each, Tensor) or key == "_extra_state" for key, each in part.items())
+        and any(map(_is_weight, part.values()))
+    )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _left_out(path: Path, key: Any, chosen: Any) -> str:
+    return (
+        f"{path.name} also holds tensors under {key!r} beside {chosen!r}: left out. To read them, "
+        f"save torch.load(...)[{key!r}] in a file of its own"
+    )
 
 
 def _add_tensors(saved: Saved, weights: Mapping[Any, Any], prefix: str = "") -> None:
