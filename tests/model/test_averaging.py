@@ -221,3 +221,31 @@ def test_averages_are_pickled_with_what_moves_them():
         for average in (each, loaded):
             average.update_parameters(model)
         assert torch.equal(loaded.module.weight, each.module.weight)
+
+
+def test_the_average_of_exact_masters_moves_by_less_than_a_spacing_of_bf16():
+    torch.manual_seed(0)
+    module = torch_bf16.cast_model(nn.Linear(16, 8), "bf16-fp32-master")
+    optimizer = torch_bf16.SGD(module.parameters(), lr=1e-6, recipe="bf16-fp32-master")
+    ema, rounded = EMA(module, 0.9), EMA(module, 0.9)
+    expected = None
+    for _ in range(20):
+        for p in module.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        ema.update_parameters(module, optimizer)
+        rounded.update_parameters(module)
+        exact = {name: optimizer.exact_weight(p) for name, p in module.named_parameters()}
+        expected = exact if expected is None else expected
+        expected = {name: each.lerp(exact[name], 0.1) for name, each in expected.items()}
+    for name, average in ema.module.named_parameters():
+        torch.testing.assert_close(average.detach(), expected[name], rtol=1e-6, atol=1e-9)
+    assert not torch.allclose(rounded.module.weight, expected["weight"], rtol=1e-6, atol=1e-9)
+
+
+def test_an_average_takes_no_other_library_s_optimizer_for_masters():
+    module = model()
+    ema = EMA(module)
+    with pytest.raises(ValueError, match="update_parameters was given an SGD"):
+        ema.update_parameters(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert ema.n_averaged == 0

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.batch import Batch, Task, alike
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import with_article
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
@@ -159,11 +160,26 @@ def _move_all(
     kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
 
+def _exact(model: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
+    """The fp32 weights of a model that have an exact master in one of the optimizers, by name."""
+    owners = {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
+    found = {}
+    for name, parameter in model.named_parameters():
+        owner = owners.get(parameter)
+        if owner is not None and parameter.dtype == torch.bfloat16:
+            format_ = owner.recipe.format_of("weights", parameter.shape, parameter.dtype)
+            if len(format_.planes) > 1:
+                found[name] = owner.exact_weight(parameter)
+    return found
+
+
 class EMA(AveragedModel):
     """An exponential moving average of a module's weights, as a module of its own.
 
     A ``torch.optim.swa_utils.AveragedModel``: ``update_parameters(model)`` after each step,
     ``ema(x)`` to compute with the average, ``state_dict()`` to save it. The first update copies.
+    Where weights have exact masters, ``update_parameters(model, optimizer)`` averages those: bf16
+    weights follow steps that are smaller than their spacing with a delay.
 
     Args:
         model: the module to average; copied, not changed.
@@ -216,12 +232,26 @@ class EMA(AveragedModel):
                     parameter.data = parameter.data.to(_DTYPES[format])
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Move the average towards the weights that ``model`` has now."""
+    def update_parameters(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Move the average towards the weights that ``model`` has now.
+
+        Args:
+            model: the module that is averaged.
+            optimizers: the optimizers that have its exact masters, also in a host's wrapper: the
+                average is then one of fp32 weights, which takes a temporary fp32 copy of them. A
+                weight without a master is averaged as it is, without bias if it is rounded
+                stochastically.
+
+        Raises:
+            ValueError: ``model`` is another one, or an optimizer is not one of this package.
+            NotImplementedError: ``model`` is sharded.
+        """
         check_module("update_parameters", model)
+        holders = [optimizer_for("update_parameters", each) for each in optimizers]
         exempt(self.module)
         _refuse(model.parameters())
         ours, theirs = self._pairs("update_parameters", model)
+        theirs |= _exact(model, holders)
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
         if self.n_averaged == 0:
             for name, average in ours.items():
