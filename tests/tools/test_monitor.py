@@ -19,6 +19,7 @@ from optimizer_cases import (
 
 import torch_bf16
 from torch_bf16 import UpdateMonitor
+from torch_bf16.tools.sampling import places
 
 
 def model_and_optimizer(weights, lr, **options):
@@ -191,3 +192,65 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="SGD does not round by a recipe"):
         UpdateMonitor(plain)
     assert optimizer.observers == []
+
+
+def test_a_skipped_step_lost_nothing(caplog):
+    model, optimizer = model_and_optimizer("bf16+16", lr=1e-3)
+    monitor = UpdateMonitor(optimizer, every=1)
+    optimizer.skip_next_step_where(torch.tensor(1.0))
+    take_step(model, optimizer)
+    assert optimizer.skipped_steps == 1
+    assert not monitor.layers
+    take_step(model, optimizer)
+    assert all(layer.survived == 1.0 for layer in monitor.layers.values())
+    assert not caplog.records
+
+
+def test_a_step_that_was_broken_off_is_not_seen_in_a_later_one():
+    class Breaking:
+        on = True
+
+        def before_update(self, members, inputs):
+            if self.on:
+                raise KeyboardInterrupt
+
+        def after_update(self):
+            pass
+
+    model, optimizer = model_and_optimizer("bf16+16", lr=1e-3)
+    monitor = UpdateMonitor(optimizer, every=2)
+    breaking = Breaking()
+    breaking.on = False
+    optimizer.observers.append(breaking)
+    take_step(model, optimizer)
+    breaking.on = True
+    with pytest.raises(KeyboardInterrupt):
+        take_step(model, optimizer)
+    breaking.on = False
+    take_step(model, optimizer)
+    assert not monitor.layers
+
+
+def test_a_bias_that_moves_does_not_hide_a_matrix_that_does_not(caplog):
+    torch.manual_seed(0)
+    model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), "bf16-stochastic")
+    groups = [
+        {"params": [("0.bias", model[0].bias)], "lr": 1e-3},
+        {"params": [("0.weight", model[0].weight)], "lr": 1e-8},
+    ]
+    optimizer = torch_bf16.SGD(groups, lr=1.0, recipe="bf16-stochastic")
+    UpdateMonitor(optimizer, every=1)
+    with caplog.at_level(logging.WARNING, logger="torch_bf16"):
+        take_step(model, optimizer)
+    (record,) = caplog.records
+    assert "rounding noise is" in record.getMessage()
+    assert "at lr 1e-08" in record.getMessage()
+
+
+@pytest.mark.parametrize("numel", [5000, 2**30 + 448, 2**31 + 3 * 2**20 + 64])
+def test_a_sample_s_places_lie_in_the_tensor(numel):
+    found = places(numel, 4096, torch.device("cpu"))
+    assert len(found) <= 4096
+    assert found.min() == 0
+    assert numel - 128 <= found.max() < numel
+    assert (found.diff() > 0).all()

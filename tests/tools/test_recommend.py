@@ -134,6 +134,16 @@ def test_what_nearest_loses_is_what_it_loses():
     assert Layer("a", (sums,)).nearest() == pytest.approx(expected, abs=0.01)
 
 
+def test_rows_of_padding_have_no_spacing():
+    weight = torch.full((4096,), 0.02, dtype=torch.float64)
+    update = torch.full_like(weight, 1e-5)
+    weight[::4] = update[::4] = 0.0
+    sums = ParameterSums("a.weight", (64, 64), (0, 0))
+    sums.add(weight, update, update.float(), 1e-4)
+    sums.length = 1e-4
+    assert Layer("a", (sums,)).spacings() == pytest.approx(1e-5 / 2.0**-13)
+
+
 def test_gradients_that_fp16_rounds_to_zero_are_counted():
     sums = ParameterSums("a.weight", (2, 4), (0, 0))
     gradient = torch.tensor([0.0, 1e-8, 2e-8, 1e-6, 1e-3, -1e-9, 1.0, 5e-8])

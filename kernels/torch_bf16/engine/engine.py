@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.backends import StepInputs
 from torch_bf16.sharding import Shard
 
 from .data_writes import DataWatch
@@ -26,13 +27,13 @@ __all__ = ["Engine", "Observer", "engine_of"]
 class Observer(Protocol):
     """Something that is notified of each update, such as :class:`torch_bf16.UpdateMonitor`."""
 
-    def before_update(self, members: Sequence[Any], scale: float | Tensor) -> None:
-        """Gradients exist, and will be multiplied by ``scale``; nothing is updated yet.
+    def before_update(self, members: Sequence[Any], inputs: StepInputs) -> None:
+        """Gradients exist; nothing is updated yet.
 
         Args:
             members: a :class:`Member` for each parameter, or the fp32 copies that a class without
                 a fused rule steps on. Both have ``shard`` and ``group``.
-            scale: what gradients are multiplied by.
+            inputs: what gradients are multiplied by, and whether the step will be skipped.
         """
 
     def after_update(self) -> None:

@@ -145,7 +145,7 @@ class ForeignOptimizer(BF16Optimizer):
         if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
         for observer in self.observers:
-            observer.before_update(members, inputs.multiplier)
+            observer.before_update(members, inputs)
         OwnStep(self, members).take(float(inputs.multiplier))
         for observer in self.observers:
             observer.after_update()

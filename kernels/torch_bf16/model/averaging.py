@@ -162,7 +162,9 @@ def _move_all(
 
 def _exact(model: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
     """The fp32 weights of a model that have an exact master in one of the optimizers, by name."""
-    owners = {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
+    owners = {
+        p: each for each in optimizers for group in each.param_groups for p in group["params"]
+    }
     found = {}
     for name, parameter in model.named_parameters():
         owner = owners.get(parameter)

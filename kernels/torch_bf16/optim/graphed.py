@@ -129,7 +129,7 @@ class GraphedStep:
         with torch.no_grad() if optimizer.observers else _NOTHING:
             for observer in optimizer.observers:
                 set_seen(optimizer.state, True)
-                observer.before_update(plan.active_members(), inputs.multiplier)
+                observer.before_update(plan.active_members(), inputs)
             with suffix_errors(UNTOUCHED):
                 self._recording.replay(optimizer.param_groups, inputs)
             for observer in optimizer.observers:

@@ -193,7 +193,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             drop_remainders(self, parameters, plan.overwritten_members)
             for observer in self.observers:
                 set_seen(self.state, True)
-                observer.before_update(plan.active_members(), inputs.multiplier)
+                observer.before_update(plan.active_members(), inputs)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, inputs)
         try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_bf16.backends import StepInputs
+from torch_bf16.engine.batch import alike
 from torch_bf16.engine.member import Member
 from torch_bf16.formats import BF16_PLUS_16
 from torch_bf16.gradients.clipping import total_norm
@@ -56,9 +58,9 @@ class UpdateMonitor:
 
     At every ``every``-th step it computes, for some elements of each parameter, the update that the
     rule intends, lets the step happen, and compares what was stored. It never writes: training has
-    the same bits without it. Steps with a gradient that is not finite are left out; of a sharded
-    parameter, this rank's part is observed. For matrices under Muon and Adafactor, and for
-    optimizers without a fused rule, it reports only the gradient norm.
+    the same bits without it. Steps that are skipped, or have a gradient that is not finite, are
+    left out; of a sharded parameter, this rank's part is observed. For matrices under Muon and
+    Adafactor, and for optimizers without a fused rule, it reports only the gradient norm.
 
     Args:
         optimizer: an optimizer of this package.
@@ -142,16 +144,19 @@ class UpdateMonitor:
         fresh, self._fresh = self._fresh, False
         return self.metrics(prefix) if fresh else {}
 
-    def before_update(self, members: Sequence[Any], scale: float | Tensor) -> None:
+    def before_update(self, members: Sequence[Any], inputs: StepInputs) -> None:
         """Called by the optimizer when gradients have arrived and nothing is updated yet."""
         self._steps += 1
+        self._samples, self._norm = [], None  # of a step that was broken off
         if not self._asked and (self.every is None or self._steps % self.every):
+            return
+        if inputs.found_inf is not None and float(inputs.found_inf) != 0.0:
             return
         self._asked = False
         groups = self._optimizer.param_groups
         # All parameters: those of which FSDP1 left nothing on this rank are in the norm, too.
         self._norm = total_norm([p for group in groups for p in group["params"]])
-        scale = float(scale)
+        scale = float(inputs.multiplier)
         self._samples = [
             sample_of(each, groups[each.group], scale, self.sample)
             for each in members
@@ -164,7 +169,7 @@ class UpdateMonitor:
             return
         samples, norm = self._samples, self._norm.item()
         self._samples, self._norm = [], None
-        # If a gradient was not finite, the step was skipped or spoilt what it touched.
+        # If a gradient was not finite, the step spoilt what it touched.
         if not math.isfinite(norm):
             return
         self.gradient_norm, self._fresh = norm, True
@@ -178,7 +183,10 @@ class UpdateMonitor:
             by_layer[layer_of(name)].append((sample, row))
         self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
         if self.warn:
-            self._warn_once({layer: rows[0][0].member for layer, rows in by_layer.items()})
+            for layer, rows in by_layer.items():
+                # Apart, as vectors move by far larger steps than matrices, and would hide theirs.
+                for part in alike(rows, lambda row: len(row[0].member.shard.shape) > 1):
+                    self._warn_once(layer, self._update_of(part), part[0][0].member)
 
     def _update_of(self, rows: list[tuple[Sample, list[float]]]) -> LayerUpdate:
         columns = zip(*(row for _, row in rows), strict=True)
@@ -193,25 +201,23 @@ class UpdateMonitor:
             stochastic=any(sample.noise is not None for sample, _ in rows),
         )
 
-    def _warn_once(self, members: Mapping[str, Member]) -> None:
-        for layer, each in self.layers.items():
-            if layer in self._warned or each.update == 0:
-                continue
-            if each.survived < STALLING and not each.stochastic:
-                trouble = f"{1 - each.survived:.0%} of its updates are lost to rounding"
-            elif each.snr < 1:
-                noise = f"{1 / each.snr:.1f} times what it learns in {self.horizon} steps"
-                trouble = f"rounding noise is {noise}"
-            else:
-                continue
-            self._warned.add(layer)
-            stored = members[layer].formats[0]
-            more = BF16_PLUS_16.bytes_per_element - stored.bytes_per_element
-            _logger.warning(
-                "layer %s: %s at lr %.3g; use weights='bf16+16', which keeps every update "
-                "(%d %s more per parameter)",
-                *(layer, trouble, each.lr, more, "byte" if more == 1 else "bytes"),
-            )
+    def _warn_once(self, layer: str, each: LayerUpdate, member: Member) -> None:
+        if layer in self._warned or each.update == 0:
+            return
+        if each.survived < STALLING and not each.stochastic:
+            trouble = f"{1 - each.survived:.0%} of its updates are lost to rounding"
+        elif each.snr < 1:
+            noise = f"{1 / each.snr:.1f} times what it learns in {self.horizon} steps"
+            trouble = f"rounding noise is {noise}"
+        else:
+            return
+        self._warned.add(layer)
+        more = BF16_PLUS_16.bytes_per_element - member.formats[0].bytes_per_element
+        _logger.warning(
+            "layer %s: %s at lr %.3g; use weights='bf16+16', which keeps every update "
+            "(%d %s more per parameter)",
+            *(layer, trouble, each.lr, more, "byte" if more == 1 else "bytes"),
+        )
 
 
 def _sums(sample: Sample) -> Tensor:

@@ -123,5 +123,6 @@ def places(numel: int, size: int, device: torch.device) -> Tensor:
     if numel <= max(size, _RUN):
         return torch.arange(numel, device=device)
     runs = max(1, size // _RUN)
-    starts = torch.linspace(0, numel // _BLOCK - _RUN // _BLOCK, runs, device=device).long()
+    last = numel // _BLOCK - _RUN // _BLOCK
+    starts = torch.arange(runs, device=device) * last // max(runs - 1, 1)
     return (starts[:, None] * _BLOCK + torch.arange(_RUN, device=device)).reshape(-1)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torch_bf16.backends import StepInputs
 from torch_bf16.foreign.convert import convert
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
@@ -242,7 +243,7 @@ class _Watcher:
         self.optimizer, self.looking = optimizer, False
         self._observer, self._number = observer, number
 
-    def before_update(self, members: Sequence[Any], scale: float | Tensor) -> None:
+    def before_update(self, members: Sequence[Any], inputs: StepInputs) -> None:
         """Called by the optimizer."""
         if not self.looking:
             return
@@ -256,7 +257,7 @@ class _Watcher:
             rate = rate_of(group)
             if rate == 0 or not each.shard.memory.numel() or parameter.is_complex():
                 continue
-            taken = sample_of(each, group, float(scale), _SAMPLE)
+            taken = sample_of(each, group, float(inputs.multiplier), _SAMPLE)
             gradient = each.shard.gradient().reshape(-1)[taken.where].float().cpu()
             if not bool(gradient.isfinite().all()):
                 finite = False

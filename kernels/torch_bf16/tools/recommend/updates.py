@@ -97,6 +97,9 @@ def look(weight: Tensor, update: Tensor, lr: float) -> Tensor:
     Returns:
         fp64, one number per sum.
     """
+    # A zero that stays zero, as in a row of padding, has no spacing.
+    moving = (weight != 0) | (update != 0)
+    weight, update = weight[moving], update[moving]
     reach = torch.maximum(weight.abs(), (weight + update).abs())
     # frexp's mantissa is in [0.5, 1), and bf16 has eight bits with the first one.
     unit = torch.ldexp(torch.ones_like(reach), torch.frexp(reach)[1] - 8)
