@@ -28,12 +28,12 @@ COMPUTES = ("autocast", "fp32", "bf16")
 
 
 def check_backend(name: Any) -> None:
-    """Raise unless ``name`` is the name of a backend.
+    """Raise unless ``name`` is None, for the best, or the name of a backend.
 
     Raises:
         ValueError: there is no backend of that name.
     """
-    if name not in BACKENDS:
+    if name is not None and name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(BACKENDS)}")
 
 

@@ -109,8 +109,7 @@ def prepare(
             f"own code, and {names} has a kernel or was converted before; leave them out. Nothing "
             "was changed"
         )
-    if backend is not None:
-        check_backend(backend)
+    check_backend(backend)
     own = {id(parameter) for parameter in model.parameters()}
     for each in optimizers:
         if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"]):

@@ -130,8 +130,7 @@ class Recipe:
         object.__setattr__(self, "keep_fp32", keys)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed={self.seed!r} must be an int")
-        if self.backend is not None:
-            check_backend(self.backend)
+        check_backend(self.backend)
         check_compute(self.compute)
 
     @property

@@ -29,6 +29,7 @@ __all__ = [
     "forget_empty",
     "forget_written",
     "remember",
+    "remember_masters",
     "second_plane",
     "split",
     "sync_masters",
@@ -95,11 +96,35 @@ def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
     remainders = {}
     for parameter in module.parameters():
         if (bits := bits_of.get(id(parameter))) is not None:
-            shard = shard_of(parameter)
-            remainders[id(parameter)] = _Remainder(
-                bits, shard.version(), _sums(shard.memory), _found_by_place(shard)
-            )
+            remainders[id(parameter)] = _remainder(parameter, bits)
     _keep(module, remainders)
+
+
+def remember_masters(
+    masters: Mapping[Tensor, tuple[Tensor, torch.dtype]], module: nn.Module | None
+) -> None:
+    """Keep the masters that an optimizer has, for another one of the same parameters.
+
+    Args:
+        masters: by parameter, this rank's part of the fp32 numbers, and the dtype of the second
+            plane that the other one will keep, for which they are kept meanwhile.
+        module: the module that has the parameters, if it is known; without it, those that are
+            found by their place only are left out.
+    """
+    remainders = {
+        p: _remainder(p, each if dtype == each.dtype else _plane(local(p), each, torch.int16))
+        for p, (each, dtype) in masters.items()
+    }
+    if module is not None:
+        _keep(module, {id(p): each for p, each in remainders.items()})
+    for parameter, each in remainders.items():
+        if not each.placed and parameter not in _by_parameter:
+            _by_parameter[parameter] = each
+
+
+def _remainder(parameter: Tensor, bits: Tensor) -> _Remainder:
+    shard = shard_of(parameter)
+    return _Remainder(bits, shard.version(), _sums(shard.memory), _found_by_place(shard))
 
 
 def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:

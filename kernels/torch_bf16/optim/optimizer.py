@@ -29,7 +29,7 @@ from torch_bf16.sharding import Shard, shard_of
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
-from . import exact_weights, shared_states
+from . import exact_weights, inherited_masters, shared_states
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, states_without_remainders
@@ -100,8 +100,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             resolve_peak_lr(group, number, self.decouples_decay(group))
         self.state = States(dict, self.state)
         self.recipe = get_recipe(recipe)
-        if backend is not None:
-            check_backend(backend)
+        check_backend(backend)
         self.backend = self.recipe.backend if backend is None else backend
         self.observers = []
         self._engine = self._engine_class()
@@ -109,6 +108,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         shared_states.follow_sharers()
         accumulate_as(self.recipe, self)
         release_as(release, self)
+        inherited_masters.inherit(self)
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""

@@ -1,0 +1,63 @@
+"""Exact masters of a new optimizer that start where those of an earlier one are.
+
+A second training of the same weights, with an optimizer of its own, would else start from the bf16
+numbers, and many short trainings at a small learning rate would hardly move.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from torch_bf16.model import remainders
+from torch_bf16.sharding import local, shard_of
+from torch_bf16.states.views import MASTERS
+
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
+
+__all__ = ["inherit"]
+
+_optimizers: WeakSet[BF16Optimizer] = WeakSet()
+_lock = threading.Lock()
+
+
+def inherit(optimizer: BF16Optimizer) -> None:
+    """Let a new optimizer start from the exact masters that a living one has of its parameters.
+
+    They are copied, and wait for the first step as the bits do that a cast drops.
+    """
+    with _lock:
+        others = [each for each in _optimizers if each is not optimizer]
+        _optimizers.add(optimizer)
+    if not others:
+        return
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16
+    ]
+    known = remainders.find_remainders(map(shard_of, parameters))
+    waiting = [p for p, each in zip(parameters, known, strict=True) if each is None]
+    for other in others:
+        snapshots = other._engine.snapshots
+        masters = {p: _master(optimizer, other, p) for p in waiting if p in snapshots}
+        found = {p: master for p, master in masters.items() if master is not None}
+        remainders.remember_masters(found, other._engine.model())
+
+
+def _master(
+    optimizer: BF16Optimizer, other: BF16Optimizer, parameter: Tensor
+) -> tuple[Tensor, torch.dtype] | None:
+    """This rank's part of the fp32 numbers that ``other`` has of a weight, if they are its last.
+
+    Also the dtype of the plane that ``optimizer`` will keep beside the weight.
+    """
+    shard = shard_of(parameter)
+    format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
+    if len(format_.planes) == 1 or other._engine.snapshots[parameter].version != shard.version():
+        return None
+    has_one = not MASTERS.isdisjoint(dict.get(other.state, parameter, {}))
+    return (local(other.exact_weight(parameter)), format_.planes[1].dtype) if has_one else None

@@ -1,0 +1,92 @@
+"""A second training of the same weights goes on from the masters of the first."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bf16
+
+RECIPES = {
+    "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),
+    "bf16+fp32": torch_bf16.get_recipe("bf16-stochastic", weights="bf16+fp32"),
+}
+
+
+def make(model, recipe):
+    return torch_bf16.SGD(model.parameters(), lr=1e-6, recipe=recipe, backend="eager")
+
+
+def step(optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def exact(model, optimizer):
+    return [optimizer.exact_weight(p) for p in model.parameters()]
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]
+
+
+def cast(recipe):
+    torch.manual_seed(0)
+    return torch_bf16.cast_model(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), recipe)
+
+
+def test_many_short_trainings_move_as_far_as_a_long_one(recipe):
+    model, once = cast(recipe), cast(recipe)
+    long = make(once, recipe)
+    optimizer = None
+    for number in range(20):
+        optimizer = make(model, recipe)  # the old one lives until then
+        step(optimizer, number)
+        step(long, number)
+    for one, other in zip(exact(model, optimizer), exact(once, long), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_new_optimizer_starts_from_what_something_else_has_written(recipe):
+    model = cast(recipe)
+    first = make(model, recipe)
+    step(first, 0)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        model[1].weight.data.mul_(0.5)
+    second = make(model, recipe)
+    for p in (model[0].weight, model[1].weight):
+        assert torch.equal(second.exact_weight(p), p.float())
+    assert torch.equal(second.exact_weight(model[0].bias), first.exact_weight(model[0].bias))
+
+
+def test_both_step_from_masters_of_their_own(recipe):
+    model = cast(recipe)
+    first = make(model, recipe)
+    step(first, 0)
+    second = make(model, recipe)
+    before = exact(model, first)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    second.step()
+    for p in model.parameters():
+        one, other = first.state[p], second.state[p]
+        key = "remainder16" if "remainder16" in one else "master"
+        assert one[key].data_ptr() != other[key].data_ptr()
+    assert all(map(torch.equal, exact(model, second), before))
+
+
+def test_optimizers_without_masters_and_those_that_are_gone_leave_nothing(recipe):
+    model = cast(recipe)
+    step(make(model, recipe), 0)
+    gc.collect()
+    second = make(model, recipe)
+    assert all(map(torch.equal, exact(model, second), [p.float() for p in model.parameters()]))
+    step(second, 1)
+    rounded = torch_bf16.get_recipe("bf16-stochastic", vectors="like_matrices")
+    step(torch_bf16.SGD(model.parameters(), lr=1e-6, recipe=rounded), 2)
