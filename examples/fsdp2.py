@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, device: torch.device) -> float:
             print(f"step {step + 1}: loss {loss.item():.4f} on rank 0", flush=True)
 
     weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": states, "step": args.steps}
+    state = {"model": weights, "optimizer": states, "step": max(start, args.steps)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(args.checkpoint, overwrite=True))
     return loss.item()
 

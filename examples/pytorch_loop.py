@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> float:
 
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     saved = {name: each.state_dict() for name, each in states.items()}
-    torch.save(saved | {"step": args.steps}, args.checkpoint)
+    torch.save(saved | {"step": max(start, args.steps)}, args.checkpoint)
     return loss.item()
 
 

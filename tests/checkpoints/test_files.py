@@ -208,6 +208,26 @@ def test_what_cannot_load_anything_is_refused_before_the_model_is_loaded(run, tm
     assert faults.digest(model, optimizer) == before
 
 
+@pytest.mark.parametrize("kind", ["number", "empty", "scheduler", "scaler"])
+def test_a_part_of_another_kind_leaves_the_model_alone(kind, run, tmp_path):
+    model, optimizer = run
+    theirs = torch.optim.AdamW(model.parameters())
+    parts = {"number": 3, "empty": {}, "scheduler": 3, "scaler": {}}
+    save_checkpoint(tmp_path / "run.pt", model=model, part=parts[kind])
+    faults.train_step(model, optimizer, 2)
+    before = faults.digest(model, optimizer)
+    target = theirs
+    if kind == "scheduler":
+        target = torch.optim.lr_scheduler.LinearLR(theirs)
+    elif kind == "scaler":
+        target = torch.amp.GradScaler("cpu")
+    with pytest.raises((CheckpointError, RuntimeError, TypeError)) as caught:
+        load_checkpoint(tmp_path / "run.pt", model=model, part=target)
+    if kind in ("number", "empty"):
+        assert "no state dict of an optimizer" in str(caught.value)
+    assert faults.digest(model, optimizer) == before
+
+
 class Around:
     """A host's wrapper, which hands the state dict on."""
 

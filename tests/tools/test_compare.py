@@ -243,6 +243,17 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
 
 
+def test_what_was_learned_before_the_compared_steps_does_not_count():
+    found = []
+    for more in (0, 2):
+        base, other = run("a", 0, [10.0] * more + BASE), run("b", 0, [3.0, 2.0, 1.2, 1.2])
+        base.steps = [*range(1 - more, 1), *other.steps] if more else other.steps
+        found.append(analyse({"a": [base], "b": [other]}, "a"))
+        judge(found[-1])
+    assert found[0]["improvement"] == found[1]["improvement"] == 2.0
+    assert found[0]["rows"][1]["verdict"] == found[1]["rows"][1]["verdict"] == "loses"
+
+
 def test_an_optimizers_own_learning_rate_is_the_one_it_gets():
     parameters = torch.nn.Linear(2, 2)
     for text, lr in (("torch.optim.SGD(lr=0.5)", 0.5), ("torch.optim.SGD", 0.1)):

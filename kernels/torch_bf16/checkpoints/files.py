@@ -80,7 +80,8 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     """Load a file of :func:`save_checkpoint` into the objects that it was saved from.
 
     The whole file is checked first, then whether modules and optimizers fit; nothing is changed in
-    memory unless all do. Modules are loaded before optimizers, in whatever order they are passed.
+    memory unless all do. Schedulers and other parts, which only they can check, are loaded first,
+    then modules, then optimizers, in whatever order they are passed.
 
     Args:
         path: the file; one in which ``torch.save`` has saved a dict, as a zip file, will do.
@@ -115,21 +116,39 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
         if isinstance(part, nn.Module):
             _check_fits(part, states[name], f"{name} in {path}")
         else:
-            _check_optimizer(part, states[name])
-    # An exact master is stored as the bits that its weight lacks, so weights come first.
-    for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
+            _check_optimizer(part, states[name], f"{name} in {path}")
+    for name in sorted(parts, key=lambda name: _turn(parts[name], states[name])):
         parts[name].load_state_dict(states.pop(name))
     return states
 
 
-def _check_optimizer(part: Any, saved: Any) -> None:
+def _turn(part: Any, saved: Any) -> int:
+    """When a part is loaded: those that nothing has checked, then modules, then optimizers.
+
+    An exact master is stored as the bits that its weight lacks, so weights come first.
+    """
+    if isinstance(part, nn.Module):
+        return 1
+    return 2 if isinstance(part, torch.optim.Optimizer) or _is_ours(saved) else 0
+
+
+def _is_ours(saved: Any) -> bool:
+    return isinstance(saved, Mapping) and HEADER in saved
+
+
+def _check_optimizer(part: Any, saved: Any, label: str) -> None:
     """Check a state dict for an optimizer, or for what a wrapper passes its state dict to."""
     if isinstance(part, BF16Optimizer):
         part.check_state_dict(saved)
-    elif isinstance(saved, Mapping) and HEADER in saved and (held := held_optimizers(part)):
+    elif _is_ours(saved) and (held := held_optimizers(part)):
         for each in held:
             each.check_state_dict(saved)
-    elif isinstance(part, torch.optim.Optimizer) and "param_groups" in saved:
+    elif isinstance(part, torch.optim.Optimizer):
+        if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+            raise CheckpointError(
+                f"{label} is {with_article(saved)} and no state dict of an optimizer, with 'state' "
+                "and 'param_groups'. Nothing was changed"
+            )
         with suffix_errors("Nothing was changed"):
             check_groups(part, saved)
 

@@ -65,6 +65,11 @@ class Series:
         """Whether a run has all steps."""
         return len(self._losses[id(run)]) == len(self.steps)
 
+    def first(self, run: Run) -> float:
+        """The loss at the first of the steps; NaN for a run that broke before it."""
+        losses = self._losses[id(run)]
+        return float(losses[0]) if len(losses) else math.nan
+
     def final(self, run: Run) -> float:
         """The mean loss at the end; NaN for a run that did not get there."""
         return float(self._losses[id(run)][-self.tail :].mean()) if self.whole(run) else math.nan
@@ -85,7 +90,7 @@ def analyse(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, An
     """
     series = Series([run for runs in by_row.values() for run in runs])
     base = by_row[reference]
-    improvement = float(np.mean([run.losses[0] - series.final(run) for run in base]))
+    improvement = float(np.mean([series.first(run) - series.final(run) for run in base]))
     rows = [_row(name, runs, base, series, improvement) for name, runs in by_row.items()]
     _check_twins(rows, reference)
     return {
