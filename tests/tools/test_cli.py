@@ -1,9 +1,10 @@
-"""The command line: what it prints and what it refuses; test_bench_command.py has the rest."""
+"""The command line: what it prints and what it refuses; test_bench_command.py and test_streams.py have the rest."""
 
 import argparse
+import errno
 import os
+import pathlib
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -85,27 +86,28 @@ def test_bad_arguments_end_with_status_2_and_a_message(arguments, message, capsy
     assert error.startswith("usage: python -m torch_bf16")
 
 
-@pytest.mark.parametrize(
-    ("redirected", "status", "said"),
-    [
-        (">&-", 0, ""),
-        ("2>&- | cat", 0, ""),
-        ("| true", 0, ""),
-        ("> /dev/full", 2, "python -m torch_bf16 estimate: [Errno 28] No space left on device\n"),
-    ],
-)
-def test_output_that_goes_nowhere_ends_without_a_traceback(redirected, status, said):
-    # Buffered, as without PYTHONUNBUFFERED, so that some errors would show only at exit.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    command = f"{sys.executable} -m torch_bf16 estimate 1M --ranks 1 {redirected}"
-    done = subprocess.run(
-        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (status, said)
+@pytest.mark.parametrize("fault", [errno.EACCES, errno.ENAMETOOLONG])
+def test_a_file_that_cannot_be_looked_at_is_refused_by_its_option(
+    fault, tmp_path, capsys, monkeypatch
+):
+    def closed(*_, **__):
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(pathlib.Path, "is_dir", closed)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["doctor", "run.pt", "--json", str(tmp_path / "found.json")])
+    said = f"found.json' cannot be written: {os.strerror(fault)}; give the name of a file to write"
+    assert said in capsys.readouterr().err
+
+
+def test_an_error_of_the_machine_while_options_are_read_has_no_traceback(capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", full)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", full)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err.startswith("python -m torch_bf16 info: [Errno 24] ")
 
 
 def test_help_is_for_a_terminal(capsys):

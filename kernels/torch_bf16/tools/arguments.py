@@ -83,14 +83,18 @@ def device_argument(text: str) -> torch.device:
 def file_to_write(text: str) -> Path:
     """The type of an argument that names a file to write: checked now, not after minutes."""
     path = Path(text)
-    if path.is_dir():
-        why = "is a folder"
-    elif not path.parent.is_dir():
-        why = "is in a folder that does not exist"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "may not be written by you"
-    else:
-        return path
+    try:
+        if path.is_dir():
+            why = "is a folder"
+        elif not path.parent.is_dir():
+            why = "is in a folder that does not exist"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "may not be written by you"
+        else:
+            return path
+    except OSError as error:
+        # A name that is too long, or in a folder that is closed.
+        why = f"cannot be written: {error.strerror}"
     raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .output import exit_status
+from .output import exit_status, only_json
 
 __all__ = ["main"]
 
@@ -73,12 +73,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         parser.parse_args(arguments)  # which has the help and messages of its own
         parser.error("the command comes first")
-    module = importlib.import_module(f"{__package__}.{command.module}")
-    getattr(module, f"add_{name}_arguments")(parsers[name])
-    # Where a command finds the arguments of its program, or all of them, for its record.
-    passed_on = arguments
+
+    def run() -> int:
+        module = importlib.import_module(f"{__package__}.{command.module}")
+        getattr(module, f"add_{name}_arguments")(parsers[name])
+        options = _options(parser, parsers[name], command, arguments)
+        with only_json(getattr(options, "json", None)):
+            return getattr(module, name)(options)
+
+    return exit_status(name, run)
+
+
+def _options(
+    parser: argparse.ArgumentParser,
+    of_command: argparse.ArgumentParser,
+    command: _Command,
+    arguments: Sequence[str],
+) -> argparse.Namespace:
+    """Parse a command line, and add where a command finds its program's arguments, or all."""
+    own, passed_on = arguments, arguments
     if command.passes_on:
         end = arguments.index("--") if "--" in arguments else len(arguments)
-        arguments, passed_on = arguments[:end], arguments[end + 1 :]
-    options = parser.parse_args(arguments, argparse.Namespace(arguments=passed_on))
-    return exit_status(name, lambda: getattr(module, name)(options))
+        own, passed_on = arguments[:end], arguments[end + 1 :]
+    return parser.parse_args(own, argparse.Namespace(arguments=passed_on))

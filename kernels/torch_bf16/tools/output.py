@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.util
 import io
 import json
 import math
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,12 +30,14 @@ __all__ = [
     "date",
     "exit_status",
     "number",
+    "only_json",
     "print_sentences",
     "print_table",
     "progress_line",
     "publish",
     "say",
     "share",
+    "to_standard_error",
     "write_json",
     "write_text",
 ]
@@ -55,11 +59,15 @@ _USER_ERRORS = (
 )
 
 
+_json_stream: TextIO | None = None
+"""Standard output within :func:`only_json`; None stands for ``sys.stdout``."""
+
+
 def write_json(found: Mapping[str, Any], target: Path | str) -> None:
     """Write a command's results to a file or standard output; null stands for NaN and infinity."""
     text = json.dumps(_finite(found), indent=2, allow_nan=False)
     if target == STANDARD_OUTPUT:
-        print(text)
+        print(text, file=_json_stream)
     else:
         write_text(Path(target), text + "\n")
 
@@ -102,6 +110,47 @@ def publish(
         show(found)
 
 
+@contextmanager
+def only_json(target: Path | str | None) -> Iterator[None]:
+    """Keep standard output for JSON alone, if it is the target: a user's code may print, too."""
+    global _json_stream
+    if target != STANDARD_OUTPUT:
+        yield
+        return
+    _json_stream = sys.stdout
+    # Not if it is a stream of Python alone.
+    with suppress(OSError):
+        if sys.stdout.fileno() == 1:
+            _json_stream = open(os.dup(1), "w", encoding="utf-8")
+    try:
+        with to_standard_error():
+            yield
+        _json_stream.flush()
+    finally:
+        stream, _json_stream = _json_stream, None
+        if stream is not sys.stdout:
+            # Only after an error is something left unwritten.
+            with suppress(OSError):
+                stream.close()
+
+
+@contextmanager
+def to_standard_error() -> Iterator[None]:
+    """Send what this process and its children print to standard error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The descriptor, too, because children and compiled libraries write there.
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C's printf still holds
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def date() -> str:
     """The current time, as written in records."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -122,29 +171,48 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         run: does its work. Errors that its input or the machine can cause are printed for the user;
             all others are bugs and keep their traceback.
     """
-    for name in ("stdout", "stderr"):
-        # As with `>&-`. Without a stream, print() would send messages to standard output.
-        if getattr(sys, name) is None:
-            setattr(sys, name, io.StringIO())
+    _open_what_is_closed()
     status = _BROKEN_PIPE
+    message = None
     try:
         status = run()
         # Here, where an error can still be told, and not at exit.
         sys.stdout.flush()
     except KeyboardInterrupt:
-        say(f"python -m torch_bf16 {command}: interrupted")
-        status = INTERRUPTED
+        status, message = INTERRUPTED, "interrupted"
     except BrokenPipeError:
         pass  # as with `| head`
     except _USER_ERRORS as error:
-        say(f"python -m torch_bf16 {command}: {error}")
-        status = _FAILED
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # What is still buffered has nowhere to go, and Python would try again at exit.
-        sys.stdout = None
+        status, message = _FAILED, str(error)
+    if message is not None:
+        # The reader of both streams may be gone, as with `2>&1 | head`; the status still says it.
+        with suppress(OSError):
+            say(f"python -m torch_bf16 {command}: {message}")
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except OSError:
+            # What is still buffered has nowhere to go, and Python would try again at exit.
+            setattr(sys, name, None)
     return status
+
+
+def _open_what_is_closed() -> None:
+    """Lead closed streams to nowhere, as with ``>&-``, for this process and its children.
+
+    Without a stream, print() would send messages to standard output, and the next file that is
+    opened would get its number.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.StringIO())
 
 
 def say(line: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from torch_bf16.errors import described, with_article
 from torch_bf16.tools.factory import CONTRACT, Training, backward, is_factory, loss_of, training_of
+from torch_bf16.tools.output import to_standard_error
 
 from .observation import Observation, Observer
 
@@ -142,7 +143,7 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, place)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with to_standard_error():
             yield
     finally:
         sys.argv = argv
