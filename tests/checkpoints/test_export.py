@@ -1,6 +1,7 @@
 """The way out: exact fp32 weights and moments, as objects and as files."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -177,6 +178,16 @@ def test_weights_and_optimizer_may_be_in_two_files(tmp_path):
         # Such files have no tied weights; the state has the first of the names.
         expected = value if name != "3.bias" else weights[name].float()
         assert torch.equal(read[name], expected), name
+
+
+def test_without_safetensors_its_own_name_is_what_to_install(tmp_path, monkeypatch):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "run.pt")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(
+        torch_bf16.CheckpointError, match="pip install safetensors, or give the target"
+    ):
+        export_file(tmp_path / "run.pt", tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent", "damaged", "safetensors"])

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from .output import STANDARD_OUTPUT
 __all__ = [
     "add_json_argument",
     "count",
+    "count_to",
     "device_argument",
     "file_to_write",
     "keep_inputs",
@@ -105,8 +106,8 @@ def picture_to_write(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
-            "a picture needs matplotlib: pip install 'torch-bf16[plots]'. --json FILE keeps all "
-            "figures, to be drawn from elsewhere"
+            "a picture needs matplotlib: pip install matplotlib. --json FILE keeps all figures, to "
+            "be drawn from elsewhere"
         )
     return path
 
@@ -154,6 +155,18 @@ def count(text: str) -> int:
     if value is None or value < 1 or value.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(value)
+
+
+def count_to(most: int, things: str) -> Callable[[str], int]:
+    """The type of an argument that is a :func:`count` of at most ``most`` things."""
+
+    def parse(text: str) -> int:
+        value = count(text)
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {most:,} {things}")
+        return value
+
+    return parse
 
 
 def positive_number(text: str) -> float:

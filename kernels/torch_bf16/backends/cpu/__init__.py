@@ -28,7 +28,7 @@ def _missing() -> str | None:
     try:
         import numba
     except ImportError as error:
-        return f'Numba cannot be imported ({error}); pip install "torch-bf16[cpu]"'
+        return f"Numba cannot be imported ({error}); pip install numba"
     if numba.config.DISABLE_JIT:  # pyright: ignore
         return "Numba's compiler is switched off; unset NUMBA_DISABLE_JIT"
     if sys.byteorder != "little":
