@@ -59,6 +59,16 @@ def test_nothing_private_is_told(capsys, monkeypatch):
     assert "secret" not in capsys.readouterr().out
 
 
+def test_no_message_names_the_home(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_BF16_CACHE", f"{tmp_path}/file/x")
+    found = info(capsys)
+    assert str(tmp_path) not in json.dumps(found)
+    whats = [each["what"] for each in found["obstacles"]]
+    assert any(what.startswith("TORCH_BF16_CACHE=~/file/x cannot be written") for what in whats)
+
+
 def test_tested_versions_are_those_of_the_constraints_or_newer_ones_that_a_page_names():
     page = (ROOT / "docs/versions.md").read_text()
     pinned = dict(

@@ -69,6 +69,22 @@ def test_lines_for_people_have_what_the_record_has(gpu, monkeypatch):
     assert lines[3].startswith("NVIDIA H100 (sm_90), 80.0 GiB, ")
 
 
+@pytest.mark.parametrize(
+    ("home", "text", "shown"),
+    [
+        ("/home/al", "/home/al/x: /home/al", "~/x: ~"),
+        ("/home/al/", "'/home/al' is closed, /home/al.", "'~' is closed, ~."),
+        ("/home/al", "/home/alice/c:/home/al.old", "/home/alice/c:/home/al.old"),
+        ("/home/al", "/mnt/home/al", "/mnt/home/al"),
+        ("/", "/tmp/cache", "/tmp/cache"),
+        ("", "a. b", "a. b"),
+    ],
+)
+def test_the_home_is_replaced_in_whole_parts_of_a_path(monkeypatch, home, text, shown):
+    monkeypatch.setenv("HOME", home)
+    assert machine.without_home(text) == shown
+
+
 def test_a_package_that_is_not_installed_has_no_version():
     found = machine.versions(["no-such-package"])
     assert found["no-such-package"] is None

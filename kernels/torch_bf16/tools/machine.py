@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -136,7 +137,12 @@ def variables() -> dict[str, str]:
 def without_home(text: str) -> str:
     """A text that may be shown to others: the user's home folder, if it names it, is ``~``."""
     with suppress(RuntimeError):
-        return text.replace(str(Path.home()), "~")
+        home = Path.home()
+        # The root of a service without a home is everyone's.
+        if home.is_absolute() and home != home.parent:
+            # Whole parts of a path only: /home/al is neither in /home/alice nor in /mnt/home/al.
+            whole = rf"(?<![\w./~-]){re.escape(str(home))}(?![\w~-]|\.\w)"
+            return re.sub(whole, "~", text)
     return text
 
 

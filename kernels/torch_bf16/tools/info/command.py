@@ -52,7 +52,7 @@ def record() -> dict[str, Any]:
     disabled = []
     with suppress(ValueError):  # the obstacles report it
         disabled = disabled_patches()
-    return {
+    found = {
         "schema": 1,
         "kind": "info",
         **machine(devices()[-1]),
@@ -81,12 +81,23 @@ def record() -> dict[str, Any]:
         "optimizers": sorted(OPTIMIZERS),
         "backends": {str(device): _backends(device) for device in devices()},
         "proofs": {
-            "folder": None if place is None else without_home(str(place)),
+            "folder": None if place is None else str(place),
             "kept": len(kept),
             "failed": [[*key[:2], fault] for key, fault in kept if fault is not None],
         },
         "obstacles": [asdict(each) for each in obstacles()],
     }
+    # Wherever a message has a path.
+    return _without_home(found)
+
+
+def _without_home(found: Any) -> Any:
+    """Apply :func:`without_home` to all texts in a record."""
+    if isinstance(found, Mapping):
+        return {key: _without_home(each) for key, each in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [*map(_without_home, found)]
+    return without_home(found) if isinstance(found, str) else found
 
 
 def _backends(device: torch.device) -> dict[str, Any]:
