@@ -11,10 +11,7 @@ import torch_bf16
 
 from .optimizers import converted_optimizers
 
-__all__ = ["PREFIX", "metrics_of", "watch"]
-
-PREFIX = "bf16"
-"""Prefix of the figures' names, before a slash."""
+__all__ = ["metrics_of", "watch"]
 
 
 def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -28,13 +25,15 @@ def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """What the monitors measured since the last call: ``bf16/...``, ``bf16_1/...``, ..."""
-    metrics: dict[str, float] = {}
-    for number, optimizer in enumerate(converted_optimizers(optimizers)):
-        for each in optimizer.observers:
-            if isinstance(each, _Monitor):
-                metrics |= each.take_metrics(f"{PREFIX}_{number}" if number else PREFIX)
-    return metrics
+    """What the monitors measured since the last call, by :func:`torch_bf16.take_figures`."""
+    return torch_bf16.take_figures(
+        [
+            each
+            for optimizer in converted_optimizers(optimizers)
+            for each in optimizer.observers
+            if isinstance(each, _Monitor)
+        ]
+    )
 
 
 class _Monitor(torch_bf16.UpdateMonitor):

@@ -52,7 +52,5 @@ class _Figures(TrainerCallback):
 class _NoFigures(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
         if in_use():
-            from .monitoring import PREFIX
-
-            for name in [name for name in logs if name.startswith(f"{PREFIX}/")]:
+            for name in [name for name in logs if name.startswith("bf16/")]:
                 del logs[name]

@@ -19,7 +19,8 @@ class MonitorMixin:
 
     The metrics go through ``self.log``, so that every logger shows them: ``bf16/survived/<layer>``
     (the share of the update that was stored), ``bf16/unmoved/<layer>``, ``bf16/snr/<layer>``,
-    ``bf16/gradient_norm`` and ``bf16/skipped_steps``. A layer that stalls is named in a warning.
+    ``bf16/gradient_norm`` and ``bf16/skipped_steps``; with several optimizers
+    ``bf16/optimizer_0/survived/<layer>`` and so on. A layer that stalls is named in a warning.
 
     Args:
         every: number of optimizer steps between two measurements; None measures at the steps whose
@@ -60,10 +61,8 @@ class MonitorMixin:
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what was measured at this batch's step, if anything was."""
-        for number, monitor in enumerate(self._monitors):
-            prefix = f"bf16/optimizer_{number}" if len(self._monitors) > 1 else "bf16"
-            if metrics := monitor.take_metrics(prefix):
-                pl_module.log_dict(metrics, on_step=True, on_epoch=False)
+        if metrics := torch_bf16.take_figures(self._monitors):
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False)
 
     def on_train_end(self, *_: Any) -> None:
         """Stop monitoring."""

@@ -53,6 +53,7 @@ from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
 from .sharding import deepspeed_config
 from .tools.describe import Description, describe
+from .tools.figures import take_figures
 from .tools.monitor import LayerUpdate, UpdateMonitor
 
 __version__ = "0.1.0"
@@ -119,6 +120,7 @@ __all__ = [
     "separate_vectors",
     "setup_gradients",
     "sync_masters",
+    "take_figures",
     "total_norm",
     "warn_unconverted",
 ]

@@ -68,6 +68,27 @@ def test_metrics_of_each_look_are_logged_once_with_the_scripts_own(
     assert values["bf16/survived/up"] == expected
 
 
+def test_each_of_two_optimizers_has_its_number(
+    make_accelerator, train, mode, model, batches, notes, monkeypatch
+):
+    monkeypatch.setenv("BF16_MONITOR", "1")
+    accelerator = make_accelerator(mode, log_with=notes)
+    accelerator.init_trackers("run")
+    up, *others = model.parameters()
+    optimizers = [torch.optim.AdamW([up]), torch.optim.AdamW(others)]
+    prepared, *wrapped = accelerator.prepare(model, *optimizers)
+    train(accelerator, prepared, wrapped[0], batches[:1])
+    wrapped[1].step()
+    accelerator.log({}, step=0)
+    (_, values) = notes.logged[0]
+    assert {name.rpartition("/")[0] for name in values if name.endswith("gradient_norm")} == {
+        "bf16/optimizer_0",
+        "bf16/optimizer_1",
+    }
+    # Which is what the Trainer's console is spared.
+    assert all(name.startswith("bf16/optimizer_") for name in values)
+
+
 def test_without_trackers_or_with_zero_nobody_watches(
     make_accelerator, model, notes, monkeypatch, mode
 ):
