@@ -1,5 +1,7 @@
 """Commands over files with whole weights and an optimizer's state that torch has not built."""
 
+import json
+
 import pytest
 import torch
 
@@ -49,3 +51,12 @@ def test_what_other_libraries_leave_out_or_add_is_no_fault(tmp_path, capsys):
         {"model": weights, "optimizer": {"state": {0: {}}, "param_groups": groups}}, files[0]
     )
     assert cli.main(["export", str(files[0]), str(tmp_path / "fp32.pt")]) == 0
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), "three", torch.tensor(float("nan"))])
+def test_a_step_that_is_no_number_is_unknown(step, tmp_path, capsys):
+    file = tmp_path / "run.pt"
+    saved = {"state": {0: {**STATE[0], "step": step}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"w": torch.ones(4, 4).bfloat16()}, "optimizer": saved}, file)
+    assert cli.main(["doctor", str(file), "--json", "-"]) in (0, 1, 3)
+    assert json.loads(capsys.readouterr().out)["steps"] is None

@@ -151,6 +151,9 @@ def _load(path: Path, verify: bool) -> tuple[Any, list[str]]:
 def _reason(error: Exception) -> str:
     # torch's message begins with how to run the file's code anyway, and ends with a link.
     text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1]
+    if isinstance(error, LookupError):
+        # Of text, the unpickler says no more than the code of a letter.
+        text = f"it is no pickle ({type(error).__name__}: {text})"
     return first_line(error, text).partition(" Please use `torch")[0][:300].rstrip(".")
 
 

@@ -15,7 +15,7 @@ from torch_bf16.sharding import bare_name
 from .assignment import State, assign_states
 from .exact import Read, has_master, weight
 from .movement import Movement, movement
-from .next_update import NextUpdate, Rounding, next_update, rounding
+from .next_update import NextUpdate, Rounding, finite, next_update, rounding
 
 __all__ = ["Examination", "Examined", "examine"]
 
@@ -231,8 +231,8 @@ def _inner(name: str) -> str:
 def _steps(before: Saved | None, after: Saved, states: dict[str, State]) -> int | None:
     last = after.step
     if last is None:
-        counted = (state.get("step") for state, *_ in states.values())
-        last = max((int(float(step)) for step in counted if step is not None), default=None)
+        counted = (finite(state.get("step"), -1) for state, *_ in states.values())
+        last = max((int(step) for step in counted if step >= 0), default=None)
     if last is None or before is None:
         return last
     return None if before.step is None or last <= before.step else last - before.step

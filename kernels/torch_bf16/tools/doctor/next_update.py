@@ -16,7 +16,7 @@ from torch_bf16.tools.foreign_states import extra_bits
 from .exact import CHUNK, Read, has_master, moment
 from .movement import half_spacings
 
-__all__ = ["NextUpdate", "Rounding", "next_update", "rounding"]
+__all__ = ["NextUpdate", "Rounding", "finite", "next_update", "rounding"]
 
 Rounding = str
 """``"nearest"``, ``"stochastic"``, ``"none"`` if weights have more bits than bf16 or the lost bits
@@ -80,9 +80,9 @@ def next_update(
         numel: elements of the weight.
         lr: a learning rate in place of the group's.
     """
-    rate = _number(group.get("lr"), 0.0) or _number(group.get("initial_lr"), 0.0)
+    rate = finite(group.get("lr"), 0.0) or finite(group.get("initial_lr"), 0.0)
     rate = rate if lr is None else lr
-    step = int(_number(state.get("step"), 0.0))
+    step = int(finite(state.get("step"), 0.0))
     update = _update(state, group, rate, step)
     if update is None or not rate or not numel:
         return None
@@ -112,9 +112,9 @@ def _update(
     betas = group.get("betas")
     if first is None or second is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return None
-    rates = [min(max(_number(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
+    rates = [min(max(finite(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
     bias1, bias2 = (1 - beta ** max(step, 1) for beta in rates)
-    eps, decay = _number(group.get("eps"), 1e-8), _number(group.get("weight_decay"), 0.0)
+    eps, decay = finite(group.get("eps"), 1e-8), finite(group.get("weight_decay"), 0.0)
     # A decay that is not decoupled is in the moments.
     decay = decay if group.get("decoupled_weight_decay", True) else 0.0
 
@@ -125,7 +125,8 @@ def _update(
     return adam
 
 
-def _number(value: Any, default: float) -> float:
+def finite(value: Any, default: float) -> float:
+    """A number of a checkpoint; ``default`` if it is anything else, NaN or infinite."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
