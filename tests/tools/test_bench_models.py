@@ -43,3 +43,9 @@ def test_random_shapes_have_the_size_that_was_asked_for():
     assert len(shapes) == 150
     assert sum(len(shape) == 1 for shape in shapes) == 50
     assert abs(count(shapes) - 50_000_000) < 768 * 100
+
+
+def test_more_tensors_than_parameters_suffice_for_are_refused():
+    assert count(random_shapes(150 * 768, 150)) == 150 * 768
+    with pytest.raises(ValueError, match="give --parameters 115,200 or more, or fewer --tensors"):
+        random_shapes(1000, 150)

@@ -1,4 +1,4 @@
-"""The command line: what it prints and what it refuses; test_bench_command.py and test_streams.py have the rest."""
+"""The command line: what it prints and what it refuses; the files beside this one have the rest."""
 
 import argparse
 import errno
@@ -74,7 +74,12 @@ def test_the_module_runs_as_a_program(capsys, monkeypatch):
     [
         ([], "the following arguments are required: command"),
         (["train"], "invalid choice: 'train'"),
-        (["info", "--all"], "unrecognized arguments: --all"),
+        (["info", "--all"], "unrecognized arguments: --all\n"),
+        (
+            ["recommend", "train.py", "--epochs", "3"],
+            "unrecognized arguments: --epochs 3; arguments of the script go after --\n",
+        ),
+        (["bench", "--threads", "1e12"], "'1e12' is more than 4,096 threads"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -95,4 +95,8 @@ def _options(
     if command.passes_on:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         own, passed_on = arguments[:end], arguments[end + 1 :]
-    return parser.parse_args(own, argparse.Namespace(arguments=passed_on))
+    options, unknown = parser.parse_known_args(own, argparse.Namespace(arguments=passed_on))
+    if unknown:
+        where = "; arguments of the script go after --" if command.passes_on else ""
+        of_command.error(f"unrecognized arguments: {' '.join(unknown)}{where}")
+    return options

@@ -17,6 +17,7 @@ from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
+    count_to,
     device_argument,
     picture_to_write,
     refuse,
@@ -52,6 +53,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "tokens": 256,
     "time_limit": 600,
 }
+_MOST_THREADS = 4096
 _OF_TRAINING = ("layers", "tokens")
 _OF_STEPS = ("model", "parameters", "tensors", "against", "baseline", "backend", "ways", "rules")
 _OF_CHOICE = ("recipes", "against", "baseline", "ways")
@@ -74,7 +76,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         parameters=f"elements of --model random (default: {_PARAMETERS:,})",
         tensors=f"tensors of --model random (default: {_TENSORS})",
         rounds="interleaved rounds (default: 30)",
-        threads="threads on a CPU (default: as many as torch uses)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=count_to(_MOST_THREADS, "threads"),
+        metavar="N",
+        help="threads on a CPU (default: as many as torch uses)",
     )
     parser.add_argument(
         "--recipes",

@@ -55,10 +55,18 @@ def random_shapes(parameters: int, tensors: int) -> Shapes:
     Args:
         parameters: elements in all, met to within one row per matrix.
         tensors: number of tensors.
+
+    Raises:
+        ValueError: so many tensors have more elements, if each matrix has a row.
     """
     width = 768
+    if parameters < tensors * width:
+        raise ValueError(
+            f"{parameters:,} parameters are too few for {tensors:,} tensors with rows of {width}: "
+            f"give --parameters {tensors * width:,} or more, or fewer --tensors"
+        )
     matrices = tensors - tensors // 3
-    rows = max(1, round((parameters - (tensors - matrices) * width) / matrices / width))
+    rows = round((parameters - (tensors - matrices) * width) / matrices / width)
     return [(width,) if i % 3 == 2 else (rows, width) for i in range(tensors)]
 
 

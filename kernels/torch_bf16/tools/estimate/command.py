@@ -8,7 +8,7 @@ import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
-from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs
+from torch_bf16.tools.arguments import add_json_argument, count_to, keep_inputs, refuse
 from torch_bf16.tools.output import publish
 
 from .activations import activations, batch_argument
@@ -32,7 +32,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=KINDS)
     parser.add_argument(
         "--ranks",
-        type=_ranks,
+        type=count_to(_MOST_RANKS, "ranks"),
         default=8,
         metavar="N",
         help="number of ranks of FSDP2 or DeepSpeed (default: 8; 1 for no sharding)",
@@ -70,7 +70,6 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=_DEVICES,
-        default="meta",
         help="where that step runs (default: meta, traced without memory)",
     )
     add_json_argument(parser)
@@ -86,10 +85,15 @@ def estimate(options: argparse.Namespace) -> int:
         ValueError, OSError, RuntimeError, ImportError: MODEL or an option cannot be used.
     """
     keep_inputs(options.json, options.model)
+    if options.batch is None:
+        refuse(options, ("device",), "without --batch no step runs")
+    options.device = options.device or "meta"
     optimizer = optimizer_spec(options.optimizer)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")
     shapes = model_shapes(options.model)
+    if not shapes.trained:
+        raise ValueError(f"{shapes.source} is a model without trainable parameters")
     if options.batch is not None and shapes.model is None:
         raise ValueError(
             f"--batch takes a step, and {shapes.source} is not a model that can: give "
@@ -215,10 +219,3 @@ def _batch_text(options: argparse.Namespace) -> str | None:
         for shape, dtype in options.batch
     ]
     return ",".join(parts)
-
-
-def _ranks(text: str) -> int:
-    value = count(text)
-    if value > _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_RANKS:,} ranks")
-    return value

@@ -97,10 +97,11 @@ def _of_config(path: Path) -> ModelShapes:
         raise ValueError(
             f"{path} is not a config of transformers: it has no 'model_type'. MODEL is a {KINDS}"
         )
-    if content.get("auto_map"):
+    if own := content.get("auto_map"):
+        such = f" ({min(own)} and so on)" if isinstance(own, dict) else ""
         raise ValueError(
-            f"{path} names code of its own under 'auto_map' ({sorted(content['auto_map'])[0]} and "
-            "so on), which is not run. Import the class in a file of yours and give module:factory"
+            f"{path} names code of its own under 'auto_map'{such}, which is not run. Import the "
+            "class in a file of yours and give module:factory"
         )
     return shapes_of(_build(path, content), str(path))
 
