@@ -310,7 +310,7 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise CheckpointError(
-            "this needs safetensors: pip install safetensors, or give the target another suffix for "
-            "a file of torch.save"
+            "this needs safetensors: pip install safetensors, or give the target another suffix "
+            "for a file of torch.save"
         ) from error
     return safetensors.torch
