@@ -10,6 +10,7 @@ import torch
 import torch_bf16
 from lightning_bf16.precision import PrecisionMixin
 
+from .private_attributes import widen_averages
 from .weight_averaging import trained_weights
 
 __all__ = ["load_model_state_dict", "save_checkpoint"]
@@ -35,7 +36,8 @@ def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
     """Before a module that is already bf16 loads weights, cast it by this fit's recipe.
 
     A fresh module keeps all bits of the fp32 weights that it loads. A module that a validation, or
-    a run in another precision, has left in bf16 would round them before the plugin sees it.
+    a run in another precision, has left in bf16 would round them before the plugin sees it. So
+    would callbacks' averages of it, which load right afterwards: they are made fp32 here.
     """
 
     def _load_model_state_dict(strategy: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,6 +45,7 @@ def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
         ours = isinstance(plugin, PrecisionMixin) and module.trainer.state.fn == "fit"
         if ours and any(p.dtype == torch.bfloat16 for p in module.parameters()):
             plugin.cast(module)
+            widen_averages(module.trainer)
         original(strategy, *args, **kwargs)
 
     return _load_model_state_dict

@@ -84,6 +84,47 @@ def test_averages_of_a_module_that_was_bf16_before_its_fit_are_fp32(pl, mode, be
         assert any((p != p.bfloat16()).any() for p in found)
 
 
+def averages_of(pl, kind):
+    """A callback of this kind and the average that it has."""
+    callbacks = callbacks_of(pl)
+    if kind == "SWA":
+        swa = callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+        return swa, lambda: swa._average_model
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this version has no EMAWeightAveraging")
+    ema = callbacks.EMAWeightAveraging(decay=0.9)
+    return ema, lambda: ema._average_model.module
+
+
+@pytest.mark.parametrize("before", ["validate", "fit"])
+@pytest.mark.parametrize("kind", ["EMA", "SWA"])
+def test_a_resume_loads_all_bits_of_an_average_whatever_the_module_was(
+    pl, mode, kind, before, tmp_path
+):
+    class Look(callbacks_of(pl).Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            self.start = {k: v.detach().clone() for k, v in self.average().state_dict().items()}
+            if trainer.current_epoch == 3:
+                trainer.save_checkpoint(tmp_path / "c.ckpt")
+                self.saved = self.start
+
+    def fit(module, **options):
+        look = Look()
+        callback, look.average = averages_of(pl, kind)
+        # First, so that it sees the average before SWA moves it at the start of the epoch.
+        trainer = make_trainer(pl, mode, max_epochs=4, callbacks=[look, callback])
+        trainer.fit(module, batches(4), **options)
+        return look
+
+    saved = fit(make_module(pl)).saved
+    assert any((v != v.bfloat16()).any() for v in saved.values())
+    module = make_module(pl, seed=9)
+    BEFORE[before](pl, make_trainer(pl, mode), module)
+    assert module.net[0].weight.dtype == torch.bfloat16
+    resumed = fit(module, ckpt_path=tmp_path / "c.ckpt")
+    assert differences(saved, resumed.start) == []
+
+
 # True, and said by the second fit: the first has left the average in the module.
 @pytest.mark.filterwarnings("ignore:.*bf16 weights were written through p.data")
 def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mode):
