@@ -171,8 +171,13 @@ class PrecisionMixin(_Base):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Adopt the saved seed; the optimizers do the same, and check the recipe."""
-        if "seed" in state_dict:
-            self.recipe = torch_bf16.get_recipe(self.recipe, seed=state_dict["seed"])
+        seed = state_dict.get("seed", self.recipe.seed)
+        if seed != self.recipe.seed:
+            rank_zero_info(
+                f"{self.mode}: seed={seed} of the checkpoint takes the place of "
+                f"seed={self.recipe.seed}, so that training continues with the same noise"
+            )
+            self.recipe = torch_bf16.get_recipe(self.recipe, seed=seed)
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned process converts its own copy of the module.

@@ -43,6 +43,7 @@ class TrainerMixin(PrecisionMixin):
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
+    _own_seed: int | None = None
 
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place, and log that outside of training."""
@@ -52,6 +53,8 @@ class TrainerMixin(PrecisionMixin):
         self._outputs = Fp32Outputs(module, getattr(self, "engine_context", nullcontext))
         self._trainer = trainer if stage == "fit" else None
         self._evaluates = stage not in (None, "fit")
+        if stage == "fit" and self._own_seed is not None:  # an earlier fit was resumed
+            self.recipe = torch_bf16.get_recipe(self.recipe, seed=self._own_seed)
         super().convert_module(module)
         if trainer is not None:
             cast_lottery_tickets(trainer)
@@ -111,6 +114,14 @@ class TrainerMixin(PrecisionMixin):
             torch_bf16.clip_next_step(optimizer, clip_val)
         else:
             torch_bf16.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Adopt the saved seed for this fit; an evaluation, which also loads it, takes no step."""
+        if self._evaluates:
+            return
+        if self._own_seed is None:
+            self._own_seed = self.recipe.seed
+        super().load_state_dict(state_dict)
 
     def teardown(self) -> None:
         """End releases: after the fit a backward pass must not take steps."""

@@ -183,3 +183,44 @@ def test_a_checkpoint_of_32_true_goes_on_in_bf16(pl, mode, tmp_path):
     assert resumed.global_step == 10
     assert float(after["state 0 step"]) == 10
     assert after["weight net.0.weight"].dtype == torch.bfloat16
+
+
+def plugin_of(pl, mode, seed):
+    return host(f"lightning_bf16.{pl.__name__.rpartition('.')[2]}").BF16Precision(mode, seed=seed)
+
+
+def seeds(trainer):
+    return trainer.precision_plugin.recipe.seed, trainer.optimizers[0].recipe.seed
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_an_evaluation_of_a_checkpoint_leaves_the_seed_of_later_fits_alone(
+    pl, mode, tmp_path, stage
+):
+    teacher = make_trainer(pl, plugins=[plugin_of(pl, mode, 7)])
+    teacher.fit(make_module(pl), batches(1))
+    teacher.save_checkpoint(tmp_path / "teacher.ckpt")
+    trainer = make_trainer(pl, plugins=[plugin_of(pl, mode, 1)])
+    getattr(trainer, stage)(
+        make_module(pl), batches(1), ckpt_path=tmp_path / "teacher.ckpt", verbose=False
+    )
+    trainer.fit(make_module(pl), batches(1))
+    assert seeds(trainer) == (1, 1)
+
+
+def test_a_resumed_fit_says_that_it_takes_the_saved_seed_and_a_later_fit_has_its_own(
+    pl, mode, tmp_path, caplog
+):
+    first = make_trainer(pl, plugins=[plugin_of(pl, mode, 7)])
+    first.fit(make_module(pl), batches(1))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    trainer = make_trainer(pl, plugins=[plugin_of(pl, mode, 1)], max_epochs=2)
+    trainer.fit(make_module(pl), batches(1), ckpt_path=tmp_path / "first.ckpt")
+    assert seeds(trainer) == (7, 7)
+    assert "seed=7 of the checkpoint takes the place of seed=1" in caplog.text
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    saved = torch.load(tmp_path / "second.ckpt", weights_only=True)
+    assert saved["BF16Precision"]["seed"] == 7
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(make_module(pl), batches(1))
+    assert seeds(trainer) == (1, 1)
