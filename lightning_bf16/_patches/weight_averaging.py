@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
 
 from lightning_bf16.precision import PrecisionMixin
 
@@ -31,18 +35,23 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(module.trainer.precision_plugin, PrecisionMixin):
             original(callback, module)
             return
-        average = callback._average_model.module
-        averages, weights = ((*m.parameters(), *m.buffers()) for m in (average, module))
+        weights = _tensors(module)
         # Copy instead of exchanging tensors: version counters and exact masters belong to the
         # module's own tensors.
         values = callback.__dict__.pop("_torch_bf16_weights", None)
         if values is None:
-            callback._torch_bf16_weights = [current.data.clone() for current in weights]
-            values = [average.data for average in averages]
-        for current, value in zip(weights, values, strict=True):
-            current.data.copy_(value)
+            values = _tensors(callback._average_model.module)
+            lent = weights.keys() & values.keys()  # a hook may register buffers after the copy
+            callback._torch_bf16_weights = {name: weights[name].clone() for name in lent}
+        for name in weights.keys() & values.keys():
+            weights[name].copy_(values[name])
 
     return _swap_models
+
+
+def _tensors(module: Module) -> dict[str, Tensor]:
+    named = chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor.data for name, tensor in named}
 
 
 @contextmanager

@@ -156,6 +156,31 @@ def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mo
     trainer.fit(module, batches(4), batches(1))
 
 
+def test_a_buffer_that_a_hook_registers_is_no_part_of_an_average_as_in_32_true(pl, mode):
+    callbacks = callbacks_of(pl)
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this version has no EMAWeightAveraging")
+    found = []
+
+    def on_fit_start(self):
+        self.register_buffer("noted", torch.full((1,), 3.0))
+        self.net.register_buffer("first", torch.full((1,), 3.0))
+
+    def on_validation_batch_end(self, *_):
+        copies = average._average_model.module.state_dict()
+        lent = self.state_dict()
+        added = [lent.pop(name) for name in ("noted", "net.first")]
+        own = {name: value.to(lent[name].dtype) for name, value in copies.items()}
+        found.append(added == [3, 3] and differences(own, lent) == [])
+
+    for precision in ("32-true", mode):
+        average = callbacks.EMAWeightAveraging(decay=0.9)
+        hooks = {"on_validation_batch_end": on_validation_batch_end}
+        module = make_module(pl, on_fit_start=on_fit_start, **(hooks if precision == mode else {}))
+        make_trainer(pl, precision, callbacks=[average]).fit(module, batches(4), batches(2))
+    assert found == [True, True]
+
+
 def test_a_checkpoint_of_a_validation_with_an_average_is_that_of_the_step_before(
     pl, mode, tmp_path
 ):
