@@ -1,6 +1,6 @@
 """The plugin and the callbacks for the Trainer of ``lightning.pytorch``."""
 
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
 
 from .deepspeed import DeepSpeedMixin
@@ -18,12 +18,14 @@ class _TrainModes(TrainModesMixin, Callback):
 class BF16Precision(TrainerMixin, FSDPPrecision, HalfPrecision):
     __doc__ = TrainerMixin.__doc__
     _train_modes = _TrainModes
+    _accumulation_scheduler = GradientAccumulationScheduler
 
 
 class BF16DeepSpeedPrecision(DeepSpeedMixin, TrainerMixin, DeepSpeedPrecision):
     """The form of :class:`BF16Precision` under ``DeepSpeedStrategy``."""
 
     _train_modes = _TrainModes
+    _accumulation_scheduler = GradientAccumulationScheduler
 
 
 class BF16Monitor(MonitorMixin, Callback):

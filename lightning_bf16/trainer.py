@@ -40,6 +40,7 @@ class TrainerMixin(PrecisionMixin):
         "in another precision, call model.float()"
     )
     _train_modes: type[TrainModesMixin]
+    _accumulation_scheduler: type
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
@@ -49,6 +50,8 @@ class TrainerMixin(PrecisionMixin):
         """Cast the parameters to bf16, in place, and log that outside of training."""
         trainer = _trainer_of(module)
         stage = None if trainer is None or trainer.state.fn is None else trainer.state.fn.value
+        if self.release is not None and stage == "fit":
+            _check_trainer(trainer)
         before = [p.dtype for p in module.parameters()]
         self._outputs = Fp32Outputs(module, getattr(self, "engine_context", nullcontext))
         self._trainer = trainer if stage == "fit" else None
@@ -72,8 +75,6 @@ class TrainerMixin(PrecisionMixin):
     ) -> tuple[Module, list[Any], list[Any]]:
         """Convert the optimizers: the model is already wrapped, and no state is loaded yet."""
         trainer = self._trainer
-        if self.release is not None and trainer is not None:
-            _check_trainer(trainer)
         self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # these are the optimizers of an earlier fit
             return model, optimizers, lr_schedulers
@@ -88,9 +89,10 @@ class TrainerMixin(PrecisionMixin):
         """The largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""
         if self.release_accumulation_steps is not None or self._trainer is None:
             return super().accumulation_steps()
-        schedules = [getattr(each, "scheduling", {}) for each in self._trainer.callbacks]
-        every = [n for each in schedules if isinstance(each, dict) for n in each.values()]
-        return max([self._trainer.accumulate_grad_batches, *every])
+        trainer, kind = self._trainer, self._accumulation_scheduler
+        schedulers = [each for each in trainer.callbacks if isinstance(each, kind)]
+        every = [n for each in schedulers for n in each.scheduling.values()]
+        return max([trainer.accumulate_grad_batches, *every])
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """Convert an optimizer that a hook created after ``connect``, before its first step."""
@@ -114,6 +116,11 @@ class TrainerMixin(PrecisionMixin):
             torch_bf16.clip_next_step(optimizer, clip_val)
         else:
             torch_bf16.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        """Clip each element, as Lightning does; gradients that were released are refused."""
+        torch_bf16.refuse_released(self.main_params(optimizer))
+        super().clip_grad_by_value(optimizer, clip_val)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Adopt the saved seed for this fit; an evaluation, which also loads it, takes no step."""
@@ -145,7 +152,8 @@ def _check_trainer(trainer: Any) -> None:
         raise NotImplementedError(
             "release_gradients=True cannot be combined with gradient_clip_val="
             f"{trainer.gradient_clip_val}: gradients are gone when the Trainer would clip them. "
-            "Use BF16Precision(release_max_norm=..., release_norm='parameter' or 'last_step')"
+            "Use BF16Precision(release_max_norm=..., release_norm='parameter' or 'last_step'). "
+            "Nothing was cast"
         )
 
 

@@ -263,8 +263,32 @@ def test_what_cannot_be_released_is_refused_before_training(pl):
     module = make_module(pl)
     plugin = plugin_of(pl, release_gradients=True)
     trainer = make_trainer(pl, None, plugins=[plugin], gradient_clip_val=1.0)
-    with pytest.raises(NotImplementedError, match=r"gradient_clip_val=1\.0"):
+    with pytest.raises(NotImplementedError, match=r"gradient_clip_val=1\.0.* was cast$"):
         trainer.fit(module, batches(2))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_only_schedulers_of_accumulation_say_how_many_passes_make_a_released_step(pl):
+    class Own(pl.Callback):
+        scheduling = {"lr": "cosine", "warmup": 100}  # noqa: RUF012
+
+    plugin, module = plugin_of(pl, release_gradients=True), make_module(pl)
+    make_trainer(pl, None, plugins=[plugin], callbacks=[Own()]).fit(module, batches(3))
+    assert module.made[0].state[module.net[0].weight]["step"] == 3
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_step_by_hand_clips_no_gradients_that_were_released(pl, algorithm):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.net(batch[0]).square().mean())
+        self.clip_gradients(optimizer, 0.1, algorithm)
+
+    module = make_module(pl, training_step=training_step)
+    module.automatic_optimization = False
+    trainer = make_trainer(pl, None, plugins=[plugin_of(pl, release_gradients=True)])
+    with pytest.raises(NotImplementedError, match=r"^the gradients were released inside backward"):
+        trainer.fit(module, batches(1))
 
 
 def test_options_that_exclude_each_other_or_are_unknown_are_refused():
