@@ -221,9 +221,13 @@ class PrecisionMixin(_Base):
             cast = any(
                 p.dtype == torch.bfloat16 for each in unconverted for p in parameters_of(each)
             )
+            # A ValueError is about an option, of the plugin or the optimizer, and says what works.
+            unchanged = (
+                ". With precision='32-true' or 'bf16-mixed' Lightning uses it unchanged"
+                * isinstance(error, NotImplementedError)
+            )
             raise type(error)(
-                f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
-                "Lightning uses it unchanged. Nothing was trained"
+                f"precision={self.mode!r}: {error}{unchanged}. Nothing was trained"
                 + ", but the parameters of your module are bf16 by now: create or load it again"
                 * cast
             ) from error

@@ -14,6 +14,8 @@ import torch_bf16
 from lightning_bf16.deepspeed import DeepSpeedMixin
 from lightning_bf16.precision import PrecisionMixin, parameters_of
 
+from .private_attributes import validate_setup
+
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
 _wrapped: WeakSet[Module] = WeakSet()
@@ -42,6 +44,7 @@ def setup(
     original: Any, fabric: Any, plugin: Any, module: Any, *optimizers: Any, **options: Any
 ) -> Any:
     """Convert the optimizers before Fabric wraps them: its wrapper takes on their class."""
+    validate_setup(fabric, module, optimizers)
     bare_module = getattr(module, "_orig_mod", module)
     # Optimizers first, so that they are refused before anything is cast.
     converted = plugin.convert_optimizers(optimizers, bare_module)
@@ -68,6 +71,7 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
 @_with_our_plugins
 def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) -> Any:
     """Convert the optimizers before Fabric wraps them."""
+    validate_setup(fabric, None, optimizers)
     converted = plugin.convert_optimizers(optimizers)
     _optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
     _pair(plugin, _wrapped, optimizers)

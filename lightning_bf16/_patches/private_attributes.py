@@ -12,6 +12,7 @@ __all__ = [
     "is_placeholder",
     "logs_this_step",
     "syncs_module_states",
+    "validate_setup",
     "widen_averages",
 ]
 
@@ -26,6 +27,18 @@ def syncs_module_states(strategy: Any) -> bool:
     # The attribute of the Trainer's strategy, and of Fabric's.
     options = getattr(strategy, "kwargs", None) or getattr(strategy, "_fsdp_kwargs", None) or {}
     return bool(options.get("sync_module_states"))
+
+
+def validate_setup(fabric: Any, module: Module | None, optimizers: Any) -> None:
+    """Let Fabric refuse what was set up already, before anything is converted.
+
+    Raises:
+        ValueError, RuntimeError: as ``setup`` does, or ``setup_optimizers`` if there is no module.
+    """
+    if module is None:
+        fabric._validate_setup_optimizers(optimizers)
+    else:
+        fabric._validate_setup(module, optimizers)
 
 
 def cast_lottery_tickets(trainer: Any) -> None:

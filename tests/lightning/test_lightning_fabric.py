@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning_models import batches, network
+from lightning_models import batches, host, network
 from torch.nn import functional as F
 
 import torch_bf16
@@ -171,3 +171,25 @@ def test_an_optimizer_that_was_never_set_up_is_warned_about(fabric):
     fabric.backward(F.cross_entropy(model(x), y))
     with pytest.warns(UserWarning, match=r"SGD steps over bfloat16.*Give it to fabric\.setup"):
         optimizer.step()
+
+
+def test_what_fabric_refuses_to_set_up_again_leaves_the_optimizer_as_it_was(fabric):
+    model, optimizer = fabric.setup(*made())
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="passed only once to the `setup` method"):
+        fabric.setup(model, other)
+    with pytest.raises(ValueError, match="passed only once to the `setup_optimizers` method"):
+        fabric.setup_optimizers(other, optimizer)
+    assert type(other) is torch.optim.SGD
+
+
+def test_a_refused_option_of_the_plugin_is_not_blamed_on_the_optimizer(fabric_package, mode):
+    family = fabric_package.__name__.rpartition(".")[2]
+    plugin = host(f"lightning_bf16.{family}").BF16Precision(mode, keep_fp32=["nonsense"])
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model, optimizer = made()
+    with pytest.raises(ValueError, match=rf"^precision='{mode}': keep_fp32='nonsense'") as refused:
+        fabric.setup(model, optimizer)
+    assert "32-true" not in str(refused.value)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert type(optimizer) is torch.optim.AdamW
