@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -175,8 +176,10 @@ def test_a_buffer_that_a_hook_registers_is_no_part_of_an_average_as_in_32_true(p
 
     for precision in ("32-true", mode):
         average = callbacks.EMAWeightAveraging(decay=0.9)
-        hooks = {"on_validation_batch_end": on_validation_batch_end}
-        module = make_module(pl, on_fit_start=on_fit_start, **(hooks if precision == mode else {}))
+        hooks: dict[str, Any] = {"on_fit_start": on_fit_start}
+        if precision == mode:
+            hooks["on_validation_batch_end"] = on_validation_batch_end
+        module = make_module(pl, **hooks)
         make_trainer(pl, precision, callbacks=[average]).fit(module, batches(4), batches(2))
     assert found == [True, True]
 

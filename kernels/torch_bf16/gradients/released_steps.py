@@ -271,7 +271,9 @@ class ReleasedSteps:
                 f"another backward pass reached a parameter whose step was taken in pass {steps}, "
                 "as its gradient was released. Call optimizer.step() after that pass, or say how "
                 "many make a step: accumulation_steps=n in release_gradients(...), or release="
-                f"{{'accumulation_steps': n}}. {outcome} used"
+                f"{{'accumulation_steps': n}}. If one of them was of another model's loss, which "
+                "reaches this one (a generator's), call requires_grad_(False) on this model, or "
+                f"self.toggle_optimizer(...) in Lightning, during that pass. {outcome} used"
             )
         running = self._passes.current()
         late = self._arrived[id(parameter)] < self._options.accumulation_steps
