@@ -80,6 +80,22 @@ def test_found_inf_leaves_every_bit_and_the_step_count(name, recipe, backend):
     assert (optimizer.skipped_steps, other.skipped_steps) == (2, 0)
 
 
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int32])
+def test_a_request_to_skip_is_read_at_the_step(dtype, backend):
+    optimizer = make_optimizer("adamw", "master", backend, make_parameters().items())
+    take_steps(optimizer, [0])
+    before = snapshot(optimizer)
+    set_gradients(parameters_of(optimizer), 1)
+    found = torch.zeros(1, dtype=dtype)
+    optimizer.skip_next_step_where(found)
+    # fp32 has no such number.
+    found.fill_(1e-60 if dtype == torch.float64 else 1)
+    optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 1
+
+
 def test_two_requests_to_skip_do_not_take_each_other_away():
     optimizer = make_optimizer("adamw", "master", "cpu", make_parameters().items())
     take_steps(optimizer, [0])

@@ -110,7 +110,8 @@ class Pending:
                 f"found_inf={found_inf!r} must be a tensor with one element, such as "
                 "torch.tensor(float(skip)): where it is not 0, the next step leaves all as it is"
             )
-        self._found_inf = found_inf.reshape(()).float()
+        # As it is: it may be written until the step.
+        self._found_inf = found_inf.detach().reshape(())
 
     def inputs(self, optimizer: Any, parameters: Iterable[Tensor]) -> StepInputs:
         """The inputs of the next step: these requests, and those of ``torch.amp.GradScaler``.
@@ -122,6 +123,9 @@ class Pending:
         self.drop_if_stale(parameters)
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         skip = self._found_inf
+        if skip is not None and skip.dtype != torch.float32:
+            # Not rounded: a number that fp32 does not have is not 0.
+            skip = (skip != 0).float()
         if skip is not None and found_inf is not None:
             of_scaler = found_inf.to(skip.device, non_blocking=True)
             # Not their sum: a user's number may be negative.
