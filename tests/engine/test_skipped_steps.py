@@ -133,6 +133,24 @@ def test_a_grad_scaler_changes_no_bit_and_skips_what_is_not_finite(backend, unsc
 
 
 @every_backend
+def test_a_scale_of_0_skips_where_gradients_are_not_finite_and_is_named_elsewhere(backend):
+    optimizer = make_optimizer("adamw", "master", backend, make_parameters().items())
+    take_steps(optimizer, [0])
+    before = snapshot(optimizer)
+    set_gradients(parameters_of(optimizer), 1)
+    optimizer.grad_scale, optimizer.found_inf = torch.zeros(()), torch.ones(())
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    optimizer.found_inf = torch.zeros(())
+    with pytest.raises(ValueError, match=r"^grad_scale=0.0: .* Nothing was updated$"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    del optimizer.grad_scale, optimizer.found_inf
+    optimizer.step()
+    assert differs(snapshot(optimizer), before)
+
+
+@every_backend
 def test_clipping_after_unscale_counts_the_true_norm(backend):
     scaled, plain = (
         make_optimizer("sgd", "master", backend, make_parameters().items()) for _ in range(2)

@@ -56,11 +56,10 @@ class HostScalars:
         """Compute the scalars of the next step, for each bucket.
 
         Raises:
-            ValueError: no step can be computed from a group's options; nothing has been updated.
+            ValueError: no step can be computed from a group's options, or gradients were scaled by
+                0; nothing has been updated.
         """
         self.skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
-        scale = float(inputs.coefficient)
-        divisor = 1.0 if inputs.grad_scale is None else float(inputs.grad_scale)
         n = len(groups)
         steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
         steps += 1
@@ -68,12 +67,17 @@ class HostScalars:
         self._is_active = which
         pairs = (steps * n + self._groups)[which]
         rows = np.zeros(len(steps), np.int64)
+        if self.skipped:
+            # The numbers of such a step need not make sense: a GradScaler's scale may be 0.
+            table = np.empty((0, 0), np.float32)
+            return [ScalarRows(steps[bucket], rows[bucket], table) for bucket in self._buckets]
+        multiplier = _multiplier(inputs)
         # Sorting a single one, as with released gradients, takes longer than all the rest.
         if len(pairs) > 1:
             pairs, rows[which] = np.unique(pairs, return_inverse=True)
         table = np.array(
             [
-                evaluate(self._rule, groups[pair % n], pair % n, pair // n, scale, divisor)
+                evaluate(self._rule, groups[pair % n], pair % n, pair // n, multiplier)
                 for pair in pairs.tolist()
             ],
             np.float64,
@@ -91,22 +95,37 @@ class HostScalars:
                 counter[()] = number
 
 
+def _multiplier(inputs: StepInputs) -> float:
+    scale = float(inputs.coefficient)
+    if inputs.grad_scale is None:
+        return scale
+    divisor = float(inputs.grad_scale)
+    if divisor == 0.0:
+        raise ValueError(
+            "grad_scale=0.0: the loss was multiplied by 0, and its gradients cannot be divided by "
+            "it. A GradScaler halves its scale whenever gradients are not finite, down to 0: find "
+            "where they come from (torch.autograd.set_detect_anomaly), and make a new GradScaler"
+        )
+    return scale / divisor
+
+
 def evaluate(
     rule: Rule,
     group: Mapping[str, Any],
     number: int,
     step: int,
-    scale: float = 1.0,
-    divisor: float = 1.0,
+    multiplier: float = 1.0,
 ) -> tuple[float, ...]:
     """The scalars of parameter group ``number`` at its 1-based ``step``, in float64.
+
+    Gradients are multiplied by ``multiplier``, and by -1 in a group that maximizes.
 
     Raises:
         ValueError: they cannot be computed from the group's options.
     """
     with naming_group(group, number):
         options = tuple(float(option) for option in rule.options(group))
-        return rule.scalars(options, step, sign_of(group) * scale / divisor)
+        return rule.scalars(options, step, sign_of(group) * multiplier)
 
 
 @contextmanager
