@@ -334,7 +334,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             StateMismatchError: shapes or masters do not fit, or something is missing or damaged;
                 nothing has been changed.
             ValueError: the number of groups or parameters differs, as in torch.
-            NotImplementedError: it was saved with an option that is not supported.
+            NotImplementedError: a saved option is not supported, or not beside this optimizer's.
         """
         state_dicts.load(self, state_dict, super().load_state_dict)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
 from torch_bf16.engine.states import set_seen
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import StateMismatchError, suffix_errors
+from torch_bf16.errors import StateMismatchError, prefix_errors, suffix_errors
 from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
 from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of, unit_of
@@ -23,7 +23,7 @@ from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import from_view, gatherable, is_stand_in, to_view
 
 from .overwritten import without_remainders
-from .validation import FULLY_DECOUPLED
+from .validation import FULLY_DECOUPLED, resolve_peak_lr
 from .variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -259,13 +259,26 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
         if any_flattened(ours["params"]):
             theirs = {k: v for k, v in theirs.items() if k != "param_names"}
             theirs |= {k: v for k, v in ours.items() if k == "param_names"}
-        # Groups saved by another library's AdamW, or by ours without these options, lack them.
-        filled = {k: v for k, v in ours.items() if k in _OURS}
-        if _DECOUPLED in optimizer.defaults:
-            # As torch's classes do.
-            filled[_DECOUPLED] = optimizer.decouples
-        groups.append(filled | theirs)
+        groups.append(_completed(optimizer, theirs, ours))
     return [*groups, *state_dict["param_groups"][len(groups) :]]
+
+
+def _completed(
+    optimizer: BF16Optimizer, theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A saved group with our options, which another library's AdamW does not save."""
+    filled = {k: v for k, v in ours.items() if k in _OURS}
+    if _DECOUPLED in optimizer.defaults:
+        # As torch's classes do.
+        filled[_DECOUPLED] = optimizer.decouples
+    return {**filled, **theirs}
+
+
+def _check_completed(optimizer: BF16Optimizer, group: dict[str, Any], number: int) -> None:
+    """Refuse a completed group, which may have options of both sides, if no step can take it."""
+    with prefix_errors(lambda: "after loading,"):
+        optimizer._check_options(group, number)
+        resolve_peak_lr(dict(group), number, optimizer.decouples_decay(group))
 
 
 def _read(
@@ -281,16 +294,17 @@ def _read(
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
     pairs = zip(optimizer.param_groups, saved_groups, strict=True)
     for number, (group, saved_group) in enumerate(pairs):
-        optimizer._check_options(saved_group, number)
         # Any other entry belongs to users, schedulers or foreign classes, and is not required.
         if optimizer.rule_of_group(group) is not STORE:
             own = [name for name in group if name in optimizer.defaults and name not in _OURS]
             schema.check_hyperparameters(saved_group, own, number)
+        completed = _completed(optimizer, saved_group, group)
+        _check_completed(optimizer, completed, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
                 parameter = group["params"][position]
                 label = functools.partial(optimizer.label, number, position)
-                shard, options = shard_of(parameter), {**group, **saved_group}
+                shard, options = shard_of(parameter), {**group, **completed}
                 if header is None:
                     formats = [
                         optimizer.recipe.format_of(role, shard.shape, parameter.dtype)
