@@ -5,9 +5,11 @@ import gc
 import pickle
 import weakref
 from collections import defaultdict
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing  # teaches the pickler to share tensors
 from torch import nn
 
 import torch_bf16
@@ -73,7 +75,6 @@ def trained(recipe="bf16-fp32-master", kind=torch_bf16.AdamW):
 def test_what_training_does_gives_nothing_away():
     optimizer, parameters = trained()
     other, _ = trained()
-    optimizer.state_dict()
     optimizer.set_exact_weight(parameters[0], optimizer.exact_weight(parameters[0]))
     parameters[0].grad = None
     optimizer.step()
@@ -181,6 +182,25 @@ def test_a_state_dict_has_the_memory_of_the_states_and_no_tensor_of_theirs():
     optimizer.step()
     assert not torch.equal(own["exp_avg"], before)
     assert saved["exp_avg"].eq(0).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_states_that_a_queue_has_put_into_shared_memory_are_still_trained(recipe):
+    """Its pickler replaces the memory beneath every tensor that shares it."""
+    optimizer, parameters = trained(recipe)
+    reference, others = trained(recipe)
+    sent = ForkingPickler.dumps(optimizer.state_dict())
+    for each in (optimizer, reference):
+        each.step()
+        each.step()
+    for one, other in zip(parameters, others, strict=True):
+        assert torch.equal(one, other)
+        mine, theirs = (
+            dict.__getitem__(o.state, p) for o, p in ((optimizer, one), (reference, other))
+        )
+        assert mine["step"] == 3
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    del sent
 
 
 def test_a_state_that_was_dropped_starts_anew():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["States", "note_replaced", "set_seen"]
+from torch import Tensor
+
+__all__ = ["States", "holds_host_memory", "note_replaced", "set_seen"]
 
 
 class States(defaultdict):
@@ -48,6 +50,16 @@ def set_seen(states: Any, seen: bool) -> None:
     """Set whether code outside may hold a tensor of these states; other dicts do not record it."""
     if isinstance(states, States):
         states.seen = seen
+
+
+def holds_host_memory(states: Iterable[Any]) -> bool:
+    """Whether a tensor of these states is in host memory, which whoever holds one can move."""
+    dicts = (each for each in states if isinstance(each, Mapping))
+    return any(
+        isinstance(each, Tensor) and each.device.type == "cpu"
+        for state in dicts
+        for each in state.values()
+    )
 
 
 def note_replaced(states: Any) -> None:

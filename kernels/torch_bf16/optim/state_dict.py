@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
-from torch_bf16.engine.states import set_seen
+from torch_bf16.engine.states import holds_host_memory, set_seen
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors, suffix_errors
 from torch_bf16.model import remainders
@@ -51,8 +51,8 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
         # torch's method has read the states, but only other tensors over the same memory are
-        # handed out.
-        set_seen(optimizer.state, was_seen)
+        # handed out. A queue of torch.multiprocessing, or share_memory_(), moves that on CPUs.
+        set_seen(optimizer.state, was_seen or holds_host_memory(view["state"].values()))
         return view
 
     # After the user's pre-hooks, and before the user's post-hooks, which see what is saved.
