@@ -72,7 +72,8 @@ def shell(command, **options):
 def test_output_that_goes_nowhere_ends_without_a_traceback(redirected, status, said):
     done = shell(f"torch_bf16 estimate 1M --ranks 1 {redirected}", stdout=subprocess.DEVNULL)
     assert done.returncode == status
-    assert done.stderr.startswith(said) and bool(done.stderr) == bool(said)
+    assert done.stderr.startswith(said)
+    assert bool(done.stderr) == bool(said)
 
 
 def test_an_error_whose_reader_is_gone_keeps_its_status():
@@ -104,4 +105,5 @@ def test_what_a_script_prints_goes_to_standard_error(tmp_path):
     done = shell("torch_bf16 recommend noisy.py --steps 4", cwd=tmp_path)
     assert "RECOMMENDED" in done.stdout
     for line in ("imported", "made", "from a child", "from C"):
-        assert line in done.stderr and line not in done.stdout
+        assert line in done.stderr
+        assert line not in done.stdout

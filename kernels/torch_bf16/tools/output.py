@@ -117,17 +117,18 @@ def only_json(target: Path | str | None) -> Iterator[None]:
     if target != STANDARD_OUTPUT:
         yield
         return
-    _json_stream = sys.stdout
+    stream = sys.stdout
     # Not if it is a stream of Python alone.
     with suppress(OSError):
         if sys.stdout.fileno() == 1:
-            _json_stream = open(os.dup(1), "w", encoding="utf-8")
+            stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    _json_stream = stream
     try:
         with to_standard_error():
             yield
-        _json_stream.flush()
+        stream.flush()
     finally:
-        stream, _json_stream = _json_stream, None
+        _json_stream = None
         if stream is not sys.stdout:
             # Only after an error is something left unwritten.
             with suppress(OSError):
