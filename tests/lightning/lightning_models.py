@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -125,3 +126,19 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
         or one[name].dtype != other[name].dtype
         or not torch.equal(bits(one[name]), bits(other[name]))
     ]
+
+
+def callbacks_of(pl):
+    return importlib.import_module(f"{pl.__name__}.callbacks")
+
+
+def callback_of(pl, name):
+    """A class of callbacks, which older versions may lack: then the test is skipped."""
+    found = getattr(callbacks_of(pl), name, None)
+    if found is None:
+        pytest.skip(f"this version has no {name}")
+    return found
+
+
+def tuner_of(pl, trainer):
+    return importlib.import_module(f"{pl.__name__}.tuner").Tuner(trainer)

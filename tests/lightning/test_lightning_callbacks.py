@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_models import batches, differences, make_module, make_trainer, snapshot
+from lightning_models import (
+    batches,
+    callback_of,
+    callbacks_of,
+    differences,
+    make_module,
+    make_trainer,
+    snapshot,
+    tuner_of,
+)
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
-
-
-def callbacks_of(pl):
-    return importlib.import_module(f"{pl.__name__}.callbacks")
-
-
-def tuner_of(pl, trainer):
-    return importlib.import_module(f"{pl.__name__}.tuner").Tuner(trainer)
-
 
 WAYS = {
     "the mean": {},
@@ -30,11 +30,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_subclass_of_weight_averaging_averages_in_fp32_in_its_own_way(pl, mode, way):
-    base = getattr(callbacks_of(pl), "WeightAveraging", None)
-    if base is None:
-        pytest.skip("this version has no WeightAveraging")
-
-    class Own(base):
+    class Own(callback_of(pl, "WeightAveraging")):
         def should_update(self, step_idx=None, epoch_idx=None):
             return step_idx is not None
 
@@ -91,9 +87,8 @@ def averages_of(pl, kind):
     if kind == "SWA":
         swa = callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
         return swa, lambda: swa._average_model
-    if not hasattr(callbacks, "EMAWeightAveraging"):
-        pytest.skip("this version has no EMAWeightAveraging")
-    ema = callbacks.EMAWeightAveraging(decay=0.9)
+    averaging = callback_of(pl, "EMAWeightAveraging")
+    ema = averaging(decay=0.9)
     return ema, lambda: ema._average_model.module
 
 
@@ -130,8 +125,7 @@ def test_a_resume_loads_all_bits_of_an_average_whatever_the_module_was(
 @pytest.mark.filterwarnings("ignore:.*bf16 weights were written through p.data")
 def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mode):
     callbacks = callbacks_of(pl)
-    if not hasattr(callbacks, "EMAWeightAveraging"):
-        pytest.skip("this version has no EMAWeightAveraging")
+    averaging = callback_of(pl, "EMAWeightAveraging")
 
     class Follow(callbacks.Callback):
         fails = True
@@ -148,7 +142,7 @@ def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mo
             if self.fails:
                 raise RuntimeError("in a validation")
 
-    average, follow, module = callbacks.EMAWeightAveraging(decay=0.9), Follow(), make_module(pl)
+    average, follow, module = averaging(decay=0.9), Follow(), make_module(pl)
     with pytest.raises(RuntimeError, match="in a validation"):
         make_trainer(pl, mode, callbacks=[follow, average]).fit(module, batches(4), batches(1))
     follow.fails = False
@@ -158,9 +152,7 @@ def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mo
 
 
 def test_a_buffer_that_a_hook_registers_is_no_part_of_an_average_as_in_32_true(pl, mode):
-    callbacks = callbacks_of(pl)
-    if not hasattr(callbacks, "EMAWeightAveraging"):
-        pytest.skip("this version has no EMAWeightAveraging")
+    averaging = callback_of(pl, "EMAWeightAveraging")
     found = []
 
     def on_fit_start(self):
@@ -175,7 +167,7 @@ def test_a_buffer_that_a_hook_registers_is_no_part_of_an_average_as_in_32_true(p
         found.append(added == [3, 3] and differences(own, lent) == [])
 
     for precision in ("32-true", mode):
-        average = callbacks.EMAWeightAveraging(decay=0.9)
+        average = averaging(decay=0.9)
         hooks: dict[str, Any] = {"on_fit_start": on_fit_start}
         if precision == mode:
             hooks["on_validation_batch_end"] = on_validation_batch_end
@@ -188,8 +180,7 @@ def test_a_checkpoint_of_a_validation_with_an_average_is_that_of_the_step_before
     pl, mode, tmp_path
 ):
     callbacks = callbacks_of(pl)
-    if not hasattr(callbacks, "EMAWeightAveraging"):
-        pytest.skip("this version has no EMAWeightAveraging")
+    averaging = callback_of(pl, "EMAWeightAveraging")
 
     class Save(callbacks.Callback):
         def on_validation_start(self, trainer, pl_module):
@@ -206,7 +197,7 @@ def test_a_checkpoint_of_a_validation_with_an_average_is_that_of_the_step_before
 
     def fit(*more, seed=0, **options):
         module = make_module(pl, seed=seed)
-        average = callbacks.EMAWeightAveraging(decay=0.5)
+        average = averaging(decay=0.5)
         trainer = make_trainer(pl, mode, max_epochs=2, callbacks=[*more, average])
         trainer.fit(module, batches(4), batches(1), **options)
         found = snapshot(module, module.made[0])

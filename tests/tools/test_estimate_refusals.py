@@ -16,6 +16,15 @@ def empty():
 
 def frozen():
     return torch.nn.Linear(8, 8).requires_grad_(False)
+
+
+class Unused(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x
 """
 
 
@@ -38,6 +47,13 @@ def test_a_model_that_cannot_be_trained_has_no_table(name, capsys, tmp_path, mon
     (tmp_path / "untrained.py").write_text(FACTORIES)
     said = refusal(capsys, f"untrained.py:{name}")
     assert f"untrained.py:{name} is a model without trainable parameters" in said
+
+
+def test_a_model_whose_output_needs_no_parameter_takes_no_step(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "untrained.py").write_text(FACTORIES)
+    said = refusal(capsys, "untrained.py:Unused", "--batch", "8x7")
+    assert "its output depends on no trainable parameter" in said
 
 
 @pytest.mark.parametrize("own", [True, "x.Y", ["x.Y"], {"AutoModel": "x.Y"}])

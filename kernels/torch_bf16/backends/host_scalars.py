@@ -59,7 +59,7 @@ class HostScalars:
             ValueError: no step can be computed from a group's options, or gradients were scaled by
                 0; nothing has been updated.
         """
-        self.skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
+        self.skipped = inputs.is_skipped
         n = len(groups)
         steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
         steps += 1

@@ -33,6 +33,11 @@ class StepInputs(NamedTuple):
         """The total factor of the gradients."""
         return self.coefficient if self.grad_scale is None else self.coefficient / self.grad_scale
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether ``found_inf`` skips the step; reading it waits for the device."""
+        return self.found_inf is not None and float(self.found_inf) != 0.0
+
     def on_host(self) -> StepInputs:
         """The same inputs as numbers, for code that reads them often: a read waits for a device."""
         found_inf = None if self.found_inf is None else float(self.found_inf)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.engine.wrappers import optimizer_for, owners
 from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.sharding import any_flattened, local, saved_names
 from torch_bf16.states.recoding import stored_format
@@ -64,13 +64,13 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         )
     # The module's own kind of dictionary, which has the versions of its parts.
     weights = model.state_dict(keep_vars=True)
-    owners = {p: each for each in ours for group in each.param_groups for p in group["params"]}
+    of_parameters = owners(ours)
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             continue
         if ours and isinstance(value, nn.Parameter):
             # A parameter that is not trained may still have the bits that its cast dropped.
-            weights[name] = owners.get(value, ours[0]).exact_weight(value)
+            weights[name] = of_parameters.get(value, ours[0]).exact_weight(value)
         elif isinstance(value, nn.Parameter) and value.dtype == torch.bfloat16:
             weights[name] = value.detach().float()
         else:

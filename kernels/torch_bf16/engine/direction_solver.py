@@ -104,7 +104,7 @@ class DirectionSolver:
             inputs: inputs of this step, on the host.
         """
         # Kernels on a device check found_inf themselves; states must not change here either.
-        skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
+        skipped = inputs.is_skipped
         for round_, held in self._rounds:
             requests = []
             for n, units in held:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_bf16.errors import with_article
 
 from .engine import engine_of
 
-__all__ = ["held_optimizers", "optimizer_for", "optimizers_in", "unwrap"]
+__all__ = ["held_optimizers", "optimizer_for", "optimizers_in", "owners", "unwrap"]
 
 
 def optimizers_in(holder: Any) -> dict[str, torch.optim.Optimizer]:
@@ -84,6 +86,11 @@ def unwrap(optimizer: Any) -> Any | None:
             "optimizer that has all of them"
         )
     return ours
+
+
+def owners(optimizers: Iterable[Any]) -> dict[Tensor, Any]:
+    """The optimizer of each parameter; of several that have it, the last one."""
+    return {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 def optimizer_for(function: str, optimizer: Any) -> Any:

@@ -142,7 +142,7 @@ class ForeignOptimizer(BF16Optimizer):
         with suffix_errors(UNTOUCHED):
             members: Any = self._working_copies(parameters, idle)
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])
-        if inputs.found_inf is not None and float(inputs.found_inf) != 0:
+        if inputs.is_skipped:
             return
         for observer in self.observers:
             observer.before_update(members, inputs)

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.batch import Batch, Task, alike
-from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.engine.wrappers import optimizer_for, owners
 from torch_bf16.errors import with_article
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
@@ -162,12 +162,9 @@ def _move_all(
 
 def _exact(model: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
     """The fp32 weights of a model that have an exact master in one of the optimizers, by name."""
-    owners = {
-        p: each for each in optimizers for group in each.param_groups for p in group["params"]
-    }
-    found = {}
+    of_parameters, found = owners(optimizers), {}
     for name, parameter in model.named_parameters():
-        owner = owners.get(parameter)
+        owner = of_parameters.get(parameter)
         if owner is not None and parameter.dtype == torch.bfloat16:
             format_ = owner.recipe.format_of("weights", parameter.shape, parameter.dtype)
             if len(format_.planes) > 1:

@@ -172,7 +172,7 @@ class _ScheduleFree(BF16Optimizer):
 
     def _count(self, inputs: StepInputs) -> None:
         super()._count(inputs)
-        if inputs.found_inf is not None and float(inputs.found_inf) != 0.0:
+        if inputs.is_skipped:
             return
         for group in self.param_groups:
             lr, highest, weight = average_weight(group)

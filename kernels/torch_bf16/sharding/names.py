@@ -53,8 +53,9 @@ def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
     # Saved from a module around the one whose parameters these are: of all that are left, or none.
     left -= {*found.values()}
     keys = _only(left, lambda key: bare_name(key).partition(".")[2])
-    asking = _only({*names} - found.keys(), bare_name)
-    if len(asking) == len({*names} - found.keys()) and asking.keys() <= keys.keys():
+    unknown = {*names} - found.keys()
+    asking = _only(unknown, bare_name)
+    if len(asking) == len(unknown) and asking.keys() <= keys.keys():
         found |= {name: keys[short] for short, name in asking.items()}
     return found
 

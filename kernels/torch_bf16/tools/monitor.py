@@ -150,7 +150,7 @@ class UpdateMonitor:
         self._samples, self._norm = [], None  # of a step that was broken off
         if not self._asked and (self.every is None or self._steps % self.every):
             return
-        if inputs.found_inf is not None and float(inputs.found_inf) != 0.0:
+        if inputs.is_skipped:
             return
         self._asked = False
         groups = self._optimizer.param_groups

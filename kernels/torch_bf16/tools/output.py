@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import importlib.util
 import io
@@ -22,6 +21,8 @@ import torch
 
 from torch_bf16.checkpoints.atomic_write import replacing
 from torch_bf16.errors import BackendUnavailableError, CheckpointError
+
+from .redirection import redirected
 
 __all__ = [
     "INTERRUPTED",
@@ -138,18 +139,8 @@ def only_json(target: Path | str | None) -> Iterator[None]:
 @contextmanager
 def to_standard_error() -> Iterator[None]:
     """Send what this process and its children print to standard error."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The descriptor, too, because children and compiled libraries write there.
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # what C's printf still holds
-        os.dup2(kept, 1)
-        os.close(kept)
+    with redirected([1], 2), redirect_stdout(sys.stderr):
+        yield
 
 
 def date() -> str:

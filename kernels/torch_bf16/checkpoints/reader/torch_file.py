@@ -50,7 +50,7 @@ def read_torch_file(path: Path, verify: bool) -> Saved:
             _add_tensors(saved, part)
         if saved.tensors:
             others = [name for name, each in rest.items() if name != key and _is_model(each)]
-            notes += [_left_out(path, each, key) for each in others]
+            notes += [_note_of_other(path, each, key) for each in others]
             break
     else:
         _add_tensors(saved, rest)
@@ -90,7 +90,7 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _left_out(path: Path, key: Any, chosen: Any) -> str:
+def _note_of_other(path: Path, key: Any, chosen: Any) -> str:
     return (
         f"{path.name} also holds tensors under {key!r} beside {chosen!r}: left out. To read them, "
         f"save torch.load(...)[{key!r}] in a file of its own"
