@@ -204,8 +204,9 @@ def test_another_fit_has_other_released_steps_or_none(pl, again):
     module.zero_grad()
 
     copy = make_module(pl).bfloat16()
-    copy.load_state_dict(after)
     for each in (module, copy):
+        # Also the module, which would go on from the vectors' masters of its first fit.
+        each.load_state_dict(after)
         type(each).configure_optimizers = lambda self: torch.optim.AdamW(self.parameters(), lr=0.01)
     other = make_trainer(pl, None, plugins=[plugin_of(pl, release_gradients=again)])
     other.fit(module, batches(4, seed=1))
