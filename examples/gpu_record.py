@@ -1,10 +1,10 @@
 """Everything about a GPU in one command: `make gpu`. Part by part, and a part once per source tree.
 
-Runs the selftest, the tests that need a GPU, and the benchmark against installed libraries. Output
-and measurements go to examples/results/<date>-<gpu>/, and gpu_table.py writes the README's tables
-of GPUs from all such records. After an interruption or a failure, the same command continues where
-it stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/, and the
-README stays as it is.
+Runs the selftest, the tests that need a GPU, the benchmark against installed libraries, and what a
+step costs the host. Output and measurements go to examples/results/<date>-<gpu>/, and gpu_table.py
+writes the README's tables of GPUs from all such records. After an interruption or a failure, the
+same command continues where it stopped. Without a GPU the same parts run on the CPU, smaller, into
+build/gpu-rehearsal/, and the README stays as it is.
 
 For a GPU that is rented for minutes, `--minutes 9` ends in time, `--only selftest,tests` runs these
 two parts, and `--archive FILE` packs the record after each part, to be unpacked in the root of
@@ -36,16 +36,19 @@ import gpu_table
 from gpu_table import RESULTS, ROOT, WAYS
 
 PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,pytorch-optimizer"
-# Time limit of each part in seconds. The first three took 39, 59 and 84 on an H200.
+# The parts in order, each with its time limit in seconds. The first three took 39, 59 and 84 on an
+# H200.
 LIMITS = {
     "selftest": 300,
     "tests": 540,
     "gpt2-124m": 300,
     "llama-1b": 300,
+    "host-time": 120,
     "training": 120,
     "gpt2-124m-offload": 120,
-    "gpt2-124m-heavyball": 300,
     "llama-1b-offload": 300,
+    "gpt2-124m-heavyball": 300,
+    "llama-1b-heavyball": 300,
 }
 # The sources that a part's result depends on, besides its command line.
 CORE = ("kernels",)
@@ -59,17 +62,18 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
     """Return the command line of each part, which runs in the part's folder."""
     python, bench = [sys.executable, "-m"], ["torch_bf16", "bench", "--device", device]
     check = ["torch_bf16", "selftest", "--device", device]
-    in_ways = ["--ways", ",".join(WAYS), "--rounds", "20", "--time-limit", "60"]
+    in_ways = ["--ways", ",".join(WAYS), "--time-limit", "60"]
     # Parts of their own, so that no other part fails with them: one needs gigabytes of pinned
     # memory, one compiles a single graph for minutes.
     offload = ["--against", "torch,offload", "--rounds", "10", "--time-limit", "120"]
     heavyball = ["--against", "heavyball", "--rounds", "10", "--time-limit", "240"]
     models = {
-        "gpt2-124m": ["--model", "gpt2-124m", "--against", PEERS, *in_ways],
-        "llama-1b": ["--model", "llama-1b", "--against", PEERS, *in_ways],
+        "gpt2-124m": ["--model", "gpt2-124m", "--against", PEERS, *in_ways, "--rounds", "20"],
+        "llama-1b": ["--model", "llama-1b", "--against", PEERS, *in_ways, "--rounds", "10"],
         "training": ["--training", "--layers", "12", "--tokens", "4096", "--rounds", "20"],
         "gpt2-124m-offload": ["--model", "gpt2-124m", *offload],
         "gpt2-124m-heavyball": ["--model", "gpt2-124m", *heavyball],
+        "llama-1b-heavyball": ["--model", "llama-1b", *heavyball],
         "llama-1b-offload": ["--model", "llama-1b", *offload],
     }
     if device == "cpu":
@@ -77,6 +81,9 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
         models = dict.fromkeys(models, small)
         one = ["--recipes", "bf16-stochastic", "--layers", "1", "--tokens", "8", "--rounds", "1"]
         models["training"] = ["--training", *one]
+    host = ["--tensors", "150", "5000", "--blocks", "20"]
+    if device == "cpu":
+        host = ["--tensors", "30", "--blocks", "2"]
     workers = ["-n", "auto", "--maxprocesses", "16" if device != "cpu" else "2"]
     found = {
         "selftest": [*python, *check, "--json", "selftest.json"],
@@ -87,16 +94,21 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
             *("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")),
             *(str(ROOT / each) for each in tests),
         ],
+        "host-time": [
+            *(sys.executable, str(ROOT / "tests/proofs/host_time.py"), "--device", device, *host),
+            *("--rows", "same gradients", "moved gradients", "random sets"),
+            *("--only", "torch fused", "ours, triton", "ours, graphed"),
+        ],
     }
     for name, options in models.items():
         found[name] = [*python, *bench, *options, "--json", f"bench-{name}.json"]
-    return found
+    return {name: found[name] for name in sorted(found, key=[*LIMITS].index)}
 
 
 def source_key(part: str, command: Sequence[str], torch_version: str) -> str:
     """Return a digest of all sources that a part's result depends on, committed or not."""
     digest = hashlib.blake2b(f"{torch_version} {shown(command)}".encode(), digest_size=16)
-    for room in ALL if part == "tests" else CORE:
+    for room in ALL if part in ("tests", "host-time") else CORE:
         place = ROOT / room
         files = [place] if place.is_file() else sorted(place.rglob("*"))
         for file in files:

@@ -200,7 +200,7 @@ def test_every_part_has_a_limit(device, monkeypatch):
             command.add_bench_arguments(parser)
             on_cpu = [each.replace("cuda", "cpu") for each in options]
             command._settle(parser.parse_args(on_cpu))
-        assert kind == "bench" or name in ("selftest", "tests")
+        assert kind == "bench" or name in ("selftest", "tests", "host-time")
 
 
 def test_the_files_with_gpu_tests_are_found(request):

@@ -3,8 +3,10 @@
     python tests/proofs/host_time.py --tensors 150 1000 5000
 
 Tensors are so small that their kernel takes next to no time; the launches of the Triton backend are
-left out by a driver that does nothing (``tests/support/launchless.py``), so no GPU is needed. The
-optimizers step in turn, in blocks; counted is the CPU time of this process within ``step()``.
+left out by a driver that does nothing (``tests/support/launchless.py``), so no GPU is needed. With
+``--device cuda`` everything is launched, and each step begins after the device has finished the one
+before. The optimizers step in turn, in blocks; counted is the CPU time of this process within
+``step()``.
 Printed are the median and the quarters of all blocks, in microseconds per step, and the ratio to
 torch's fused AdamW in the same block. Rows:
 
@@ -56,10 +58,11 @@ def stub_triton() -> None:
     cuda_graphs.record = lambda launch, device: lambda: None
 
 
-def parameters_of(count: int) -> list[nn.Parameter]:
+def parameters_of(count: int, device: str) -> list[nn.Parameter]:
     """Two thirds matrices in bf16, which a cast model has, one third vectors: two batches."""
     shapes = [(4, 4), (4, 4), (4,)] * -(-count // 3)
-    return [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
+    values = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes[:count]]
+    return [*map(nn.Parameter, values)]
 
 
 OPTIMIZERS = {
@@ -75,8 +78,8 @@ OPTIMIZERS = {
 class Run:
     """An optimizer over parameters of its own."""
 
-    def __init__(self, name: str, count: int) -> None:
-        self.parameters = parameters_of(count)
+    def __init__(self, name: str, count: int, device: str) -> None:
+        self.parameters = parameters_of(count, device)
         self.optimizer = OPTIMIZERS[name](self.parameters)
         self.sets: list[list[torch.Tensor | None]] = [
             [torch.randn_like(p) for p in self.parameters] for _ in range(2)
@@ -114,14 +117,18 @@ class Run:
             start = time.process_time()
             self.step()
             total += time.process_time() - start
+            if self.parameters[0].is_cuda:
+                torch.cuda.synchronize()
         return total / count
 
 
-def measure(row: str, count: int, blocks: int, names: list[str]) -> dict[str, list[float]]:
+def measure(
+    row: str, count: int, blocks: int, names: list[str], device: str
+) -> dict[str, list[float]]:
     """Microseconds per step of each block; the optimizers take turns."""
     # A graph reads the gradients of its capture.
     graphs = row == "same gradients"
-    runs = {name: Run(name, count) for name in names if graphs or "graphed" not in name}
+    runs = {name: Run(name, count, device) for name in names if graphs or "graphed" not in name}
     steps = max(1, min(20, 3000 // count)) if row != "planning" else 1
     times: dict[str, list[float]] = {name: [] for name in runs}
     for block in range(blocks + 2):
@@ -132,12 +139,14 @@ def measure(row: str, count: int, blocks: int, names: list[str]) -> dict[str, li
     return times
 
 
-def measure_alone(row: str, count: int, blocks: int, names: list[str]) -> dict[str, list[float]]:
+def measure_alone(
+    row: str, count: int, blocks: int, names: list[str], device: str
+) -> dict[str, list[float]]:
     """Microseconds of each step, one optimizer after the other; a block is 20 steps."""
     times: dict[str, list[float]] = {}
     for name in names:
         if row == "same gradients" or "graphed" not in name:
-            run = Run(name, count)
+            run = Run(name, count, device)
             run.steps(row, 2)
             times[name] = [1e6 * run.steps(row, 1) for _ in range(20 * blocks)]
     return times
@@ -152,15 +161,21 @@ def main() -> int:
         "--alone", action="store_true", help="no turns; print the fastest step, too"
     )
     parser.add_argument("--only", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
-    stub_triton()
+    place, names = "no launches", options.only
+    if options.device == "cuda":
+        place, names = torch.cuda.get_device_name(), [each for each in names if "cpu" not in each]
+    else:
+        stub_triton()
     torch.set_num_threads(1)
     gc.disable()
-    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {options.blocks} blocks")
+    python = sys.version.split()[0]
+    print(f"torch {torch.__version__}, Python {python}, {options.blocks} blocks, {place}")
     for count in options.tensors:
         for row in options.rows:
             way = measure_alone if options.alone else measure
-            of_all = way(row, count, options.blocks, options.only)
+            of_all = way(row, count, options.blocks, names, options.device)
             beside = of_all.get("torch fused", [])
             for name, times in of_all.items():
                 low, middle, high = statistics.quantiles(times, n=4)
