@@ -222,7 +222,7 @@ def learning_rates(axes: Any) -> None:
 
 def gpu_steps(axes: Any) -> None:
     """How long an AdamW step over a billion parameters takes on a GPU."""
-    records = [*gpu_table.records_in(RESULTS / "2026-11-26-nvidia-h200")]
+    records = [*gpu_table.records_in(RESULTS / "2026-11-27-nvidia-h200")]
     rows = gpu_table.rows_of(each for each in records if each["model"] == "llama-1b")
     times = {name: found["llama-1b"]["ms"]["median"] for name, found in rows.items()}
     names = sorted(times, key=times.__getitem__)

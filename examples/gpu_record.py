@@ -139,7 +139,10 @@ def commit() -> str | None:
 
 
 def folder_for(results: Path, gpu: str, keys: Mapping[str, str]) -> Path:
-    """Return the folder in which this tree was started on such a GPU, else a new one, by date."""
+    """Return the folder in which this tree was started on such a GPU, else a new one, by date.
+
+    ``keys`` are those of all parts, also of those that are not to run now.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     for each in sorted(results.glob(f"*-{name}"), reverse=True):
         parts = _state(each).get("parts", {})
@@ -300,12 +303,12 @@ def main() -> int:
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     parts = parts_for(device, gpu_test_files())
+    keys = {name: source_key(name, command, torch.__version__) for name, command in parts.items()}
     if options.only is not None:
         wanted = options.only.split(",")
         if unknown := set(wanted) - parts.keys():
             parser.error(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
         parts = {name: parts[name] for name in parts if name in wanted}
-    keys = {name: source_key(name, command, torch.__version__) for name, command in parts.items()}
     if device == "cpu":
         print("no GPU: a rehearsal on the CPU, smaller, with the gpu tests skipped; no README")
         folder = ROOT / "build" / "gpu-rehearsal"

@@ -188,6 +188,19 @@ def test_an_archive_is_made_if_all_parts_were_done_before(tmp_path):
     assert archive.exists()
 
 
+def test_parts_that_are_run_one_by_one_have_one_record(tmp_path, monkeypatch):
+    parts = {"one": part(tmp_path, 0), "two": part(tmp_path, 0)}
+    monkeypatch.setattr(gpu_record, "parts_for", lambda device, tests: parts)
+    monkeypatch.setattr(gpu_record, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_record.gpu_table, "main", lambda: None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    for name in parts:
+        monkeypatch.setattr(sys, "argv", ["gpu_record.py", "--device", "cuda", "--only", name])
+        assert gpu_record.main() == 0
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "run.json").read_text())["parts"].keys() == parts.keys()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_part_has_a_limit(device, monkeypatch):
     monkeypatch.undo()

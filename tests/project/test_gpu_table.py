@@ -60,15 +60,16 @@ def test_an_optimizer_has_a_row_and_the_fastest_is_first(tmp_path):
 def test_the_benchmark_of_the_model_counts_before_its_other_parts_and_the_selftest(tmp_path):
     folder = tmp_path / "2026-01-02-h200"
     write(folder / "bench-gpt2-124m.json", record([OURS]))
+    other, peer = row("bf16-stochastic", 0.7, 0.77), row("heavyball SR", 30, 33)
+    write(folder / "bench-gpt2-124m-heavyball.json", record([other, peer]))
     on_host = row("bf16-stochastic, states on the host", 30, 33)
-    other = row("bf16-stochastic", 0.7, 0.77)
     write(folder / "bench-gpt2-124m-offload.json", record([other, on_host]))
     selftest = record([other, row("int8-moments", 0.6, 0.66)])
     write(folder / "selftest.json", {"passed": True, "speed": [selftest]})
     assert rows_in(tmp_path) == [
         "| bf16-stochastic | 0.500 | 0.550 | 8.02 |",
         "| int8-moments | 0.600 | 0.660 | 8.02 |",
-        "| bf16-stochastic, states on the host | 30.0 | 33.0 | 8.02 |",
+        "| heavyball SR | 30.0 | 33.0 | 8.02 |",
     ]
     write(folder / "selftest.json", {"passed": False, "speed": [selftest]})
     assert not any("int8" in line for line in rows_in(tmp_path))
