@@ -33,6 +33,25 @@ def remainders(optimizer, parameters):
     return [optimizer.state[each]["remainder16"].clone() for each in parameters]
 
 
+TURNS = [(0, 1, 2), (0,), (1, 2), (0, 1, 2), (2,), (), (0, 2)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("turns", [TURNS, TURNS[1:]], ids=["all first", "one first"])
+def test_masters_last_while_other_views_of_the_same_tensor_take_steps(turns, backend):
+    made = views_of_one_buffer(), separate()
+    optimizers = [make_optimizer("adamw", "master", backend, p) for p in made]
+    gradients = [torch.randn_like(each) for each in made[0]]
+    for numbers in turns:
+        for parameters, optimizer in zip(made, optimizers, strict=True):
+            for number, (each, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                each.grad = gradient.clone() if number in numbers else None
+            optimizer.step()
+    kept = [remainders(*reversed(each)) for each in zip(made, optimizers, strict=True)]
+    assert all(each.any() for each in kept[0])
+    assert all(map(torch.equal, *kept))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("make", [separate, views_of_one_buffer, strided])
 @pytest.mark.parametrize("steps", [1, 2, 5])

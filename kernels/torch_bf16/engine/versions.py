@@ -7,9 +7,10 @@ written a weight; only otherwise are versions compared one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import sub
+from itertools import compress, count
+from operator import ne, sub
 
 import torch
 from torch import Tensor
@@ -80,14 +81,18 @@ class Versions:
     ) -> None:
         self._parameters, self._snapshots, self._unseen = Parameters(parameters), snapshots, unseen
         self._versions = [each.version for each in snapshots]
+        # Places of the weights that were written before the step.
+        self._changed: list[int] = []
         # The expected sum of all versions, as long as every step updates all weights.
         self._sum: int | None = None
         self._raise, self._steps = 0, _Steps()
 
     def changed(self) -> list[int]:
         """Places of the weights that were written since the last step."""
-        if not self._snapshots:
-            return []
+        self._changed = self._find_changed() if self._snapshots else []
+        return self._changed
+
+    def _find_changed(self) -> list[int]:
         if self._sum is not None:
             # torch lowers no version.
             if self._parameters.sum_of_versions() == self._sum:
@@ -107,11 +112,14 @@ class Versions:
     def note_step(self, places: Sequence[int], updated: Sequence[Tensor]) -> None:
         """Raise the versions of the parameters that a step has updated unseen by autograd.
 
+        The views of one tensor have one version. Those that the step has left alone are not
+        written by it, so their new version is recorded, too; call :meth:`changed` before the step.
+
         Args:
             places: of the weights among them that are followed here.
             updated: all of them.
         """
-        if not places:
+        if not self._snapshots:
             _raise_versions(updated)
         elif self._sum is not None and len(places) == len(self._snapshots):
             _raise_versions(updated)
@@ -123,11 +131,12 @@ class Versions:
             before = self._parameters.versions() if alike else []
             _raise_versions(updated)
             now = self._parameters.versions()
-            self._note(places, now)
+            raised = compress(count(), map(ne, now, self._versions))
+            self._note({*raised}.difference(self._changed).union(places), now)
             if alike:
                 self._compare_sum(now, [*map(sub, now, before)])
 
-    def _note(self, places: Sequence[int], now: Sequence[int]) -> None:
+    def _note(self, places: Iterable[int], now: Sequence[int]) -> None:
         for place in places:
             version = self._versions[place] = now[place]
             self._snapshots[place].version = version
