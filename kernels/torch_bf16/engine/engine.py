@@ -204,6 +204,25 @@ class Engine:
         self._shown: tuple[int, ...] = ()
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 
+    def settle(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> Setting:
+        """The current setting: the same object for as long as nothing in it changes.
+
+        Args:
+            fixed: what else decides how parameters step; compared by ``==``.
+            groups: the optimizer's parameter groups.
+        """
+        last, setting = self.setting, Setting.of(fixed, groups, self.setting)
+        if setting is not last:
+            self.setting = setting
+            self.name(setting.parameters)
+        return setting
+
+    def name(self, parameters: Sequence[Tensor]) -> None:
+        """Name the parameters that the optimizer has now, if a model has named others before."""
+        model = self.model()
+        if self.names.given and model is not None:
+            self.names.give(parameters, model, keep=self.host is not None)
+
     def keep_snapshots(self, current: Iterable[Any]) -> None:
         """Keep only the snapshots of these parameters: each keeps its parameter alive."""
         kept = {*map(id, current)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_bf16.sharding import bare_name, is_flat
+from torch_bf16.sharding import WRAPPERS, bare_name, is_flat
 from torch_bf16.sharding.zero_redundancy import ZeroNames
 
 __all__ = ["ParameterNames"]
@@ -17,14 +17,30 @@ class ParameterNames:
     """The names of an optimizer's parameters, as far as they are known.
 
     Attributes:
-        given: names for groups without ``param_names``, by group number and position in the group.
+        given: names in a model, for groups without ``param_names``; never changed in place.
         zero: names from a ``ZeroRedundancyOptimizer`` around this optimizer; it has the parameters
             of all ranks.
     """
 
     def __init__(self) -> None:
-        self.given: dict[tuple[int, int], str] = {}
+        self.given: dict[Tensor, str] = {}
         self.zero: ZeroNames | None = None
+
+    def give(self, parameters: Sequence[Tensor], model: nn.Module, *, keep: bool = False) -> None:
+        """Name parameters as a model does; those that have a name by now keep it.
+
+        Args:
+            parameters: all parameters of the optimizer.
+            model: the model that has them.
+            keep: whether to keep the names of other parameters, too.
+        """
+        names = self.given
+        if not all(each in names for each in parameters):
+            names = dict(names_in(model)) | names
+        known = {each: names[each] for each in parameters if each in names}
+        known = self.given | known if keep else known
+        if known != self.given:
+            self.given = known
 
     def key(
         self,
@@ -68,15 +84,16 @@ class ParameterNames:
 
     def _known(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str | None:
         """The parameter's bare name, if known."""
-        if is_flat(groups[group]["params"][position]):
+        parameter = groups[group]["params"][position]
+        if is_flat(parameter):
             return None
-        name = None
-        if self.zero is not None and (group, position) not in self.given:
-            name = self.zero.name(groups[group]["params"][position])
+        name, given = None, self.given.get(parameter)
+        if self.zero is not None and given is None:
+            name = self.zero.name(parameter)
         if name is None:
             names = groups[group].get("param_names")
             if names is None:
-                name = self.given.get((group, position))
+                name = given
             elif position < len(names):
                 # A user who appends to a group's parameters may forget to append a name.
                 name = names[position]
@@ -84,3 +101,16 @@ class ParameterNames:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"given": self.given, "zero": None}
+
+
+def names_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[Tensor, str]]:
+    """The parameters of a module with their names; of a tied one, the first name comes last.
+
+    Wrappers put themselves into the names, and the noise must not depend on them.
+    """
+    for name, child in reversed([*module.named_children()]):
+        ddp = name == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
+        inner = prefix if ddp or name in WRAPPERS else f"{prefix}{name}."
+        yield from names_in(child, inner)
+    for name, parameter in reversed([*module.named_parameters(recurse=False)]):
+        yield parameter, prefix + name

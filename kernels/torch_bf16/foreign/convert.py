@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 from weakref import ref
 
@@ -18,7 +18,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding import WRAPPERS, Shard, register, shard_of
+from torch_bf16.sharding import Shard, register, shard_of
 from torch_bf16.sharding.zero_redundancy import ZeroNames
 from torch_bf16.states.recoding import Changes, restored_remainders
 
@@ -147,7 +147,8 @@ def _become(
             converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
             converted._engine.traits = Traits(elementwise, named=set(roles or ()))
         if model is not None:
-            converted._engine.names.given = _names(optimizer, model)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            converted._engine.names.give(parameters, model)
             converted._engine.model = ref(model)
         taken = _take_over(converted, fused)
     except Exception:
@@ -218,27 +219,6 @@ def _holds_bf16(shard: Shard) -> bool:
         return False
     exact = weight.float() if cast_off.bits.is_floating_point() else torch.zeros_like(cast_off.bits)
     return torch.equal(cast_off.bits, exact.to(cast_off.bits.device))
-
-
-def _names(optimizer: Any, model: nn.Module) -> dict[tuple[int, int], str]:
-    # The first name of a tied parameter counts, as in model.named_parameters().
-    names = {parameter: name for name, parameter in reversed([*_named_parameters(model)])}
-    return {
-        (number, position): names[parameter]
-        for number, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
-        if parameter in names
-    }
-
-
-def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter
-    for name, child in module.named_children():
-        # Wrappers put themselves into the names; the noise must not depend on them.
-        ddp = name == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
-        inner = prefix if ddp or name in WRAPPERS else f"{prefix}{name}."
-        yield from _named_parameters(child, inner)
 
 
 def _count_steps(optimizer: torch.optim.Optimizer) -> Any:

@@ -54,13 +54,6 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
     groups, engine = optimizer.param_groups, engine_of(optimizer)
     if engine is not None and optimizer.recipe.vectors == "like_matrices":  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    names = {} if engine is None else engine.names.given
-    named = {
-        parameter: names[number, place]
-        for number, group in enumerate(groups)
-        for place, parameter in enumerate(group["params"])
-        if (number, place) in names
-    }
     before, origins = len(groups), []
     for number, group in enumerate([*groups]):
         flags = [len(shard_of(each).shape) < 2 for each in group["params"]]
@@ -79,12 +72,6 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
     for scheduler in schedulers:
         _extend(scheduler, before, origins)
     if engine is not None:
-        engine.names.given = {
-            (number, place): named[parameter]
-            for number, group in enumerate(groups)
-            for place, parameter in enumerate(group["params"])
-            if parameter in named
-        }
         engine.invalidate()
     return True
 

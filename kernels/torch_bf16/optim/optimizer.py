@@ -396,5 +396,4 @@ class BF16Optimizer(torch.optim.Optimizer):
     def _setting(self) -> Setting:
         """The current setting: the same object for as long as nothing in it changes."""
         fixed = self.recipe, self.backend, [*map(self.rule_of_group, self.param_groups)]
-        self._engine.setting = Setting.of(fixed, self.param_groups, self._engine.setting)
-        return self._engine.setting
+        return self._engine.settle(fixed, self.param_groups)

@@ -66,6 +66,7 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
         for hook in hooks:
             hook.remove()
     engine = optimizer._engine
+    engine.name([p for group in optimizer.param_groups for p in group["params"]])
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
     watches = [each.data for each in engine.snapshots.values() if each.data is not None]
