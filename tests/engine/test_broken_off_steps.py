@@ -5,6 +5,7 @@ import torch
 from optimizer_cases import make_optimizer
 from torch import nn
 
+from torch_bf16 import Adafactor
 from torch_bf16.engine import launches
 
 BF16 = torch.bfloat16
@@ -56,3 +57,35 @@ def trained(backend, weight, error, monkeypatch):
 def test_masters_of_what_was_updated_before_an_error_stay(backend, weight, error, monkeypatch):
     failed = trained(backend, weight, error, monkeypatch)
     assert torch.equal(failed, trained(backend, weight, None, monkeypatch))
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt()], ids=lambda e: repr(e))
+@pytest.mark.parametrize("shape", [(8, 8), (8,), (3, 8, 8)])
+def test_states_of_a_step_along_directions_go_with_the_weight(shape, error, monkeypatch):
+    def trained(breaks):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(shape).to(BF16))
+        optimizer = Adafactor([parameter], lr=1e-2, recipe="bf16-fp32-master", backend="eager")
+        follow = launches.Launch.follow
+
+        def failing(self, *given):
+            if isinstance(error, KeyboardInterrupt):
+                follow(self, *given)
+            raise error
+
+        for number in range(3):
+            parameter.grad = torch.randn(shape).to(BF16)
+            if breaks and number == 1:
+                with monkeypatch.context() as patch:
+                    patch.setattr(launches.Launch, "follow", failing)
+                    with pytest.raises(type(error)):
+                        optimizer.step()
+                if isinstance(error, KeyboardInterrupt):
+                    continue  # it is known to be done
+            optimizer.step()
+        return optimizer.exact_weight(parameter), optimizer.state[parameter]
+
+    (failed, states), (expected, alike) = trained(True), trained(False)
+    assert torch.equal(failed, expected)
+    assert states.keys() == alike.keys()
+    assert all(torch.equal(each, alike[key]) for key, each in states.items())

@@ -1,7 +1,9 @@
 """Muon and Adafactor, whose steps look at a whole matrix: torch's results, and our contracts."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -312,3 +314,18 @@ def test_a_step_of_muon_that_fails_says_which_state_has_its_gradients(monkeypatc
     assert [float(optimizer.state[p]["step"]) for p in parameters] == [0, 0]
     optimizer.step()
     assert [float(optimizer.state[p]["step"]) for p in parameters] == [1, 1]
+
+
+@every_one
+def test_weights_and_states_are_freed_with_the_optimizer(name):
+    parameters = fresh(name)
+    optimizer = ours(name, parameters)
+    train(optimizer, parameters, [0])
+    alive = [weakref.ref(each) for each in (*parameters, optimizer)]
+    gc.disable()
+    try:
+        del optimizer
+        parameters.clear()
+        assert not any(each() is not None for each in alive)
+    finally:
+        gc.enable()

@@ -29,7 +29,8 @@ class Direction(Protocol):
     """How one parameter's gradient becomes its direction; made by the optimizer for a plan.
 
     First each rank prepares its elements. Then one rank, which gets all elements of a tensor, or of
-    one matrix of a stack, solves for it. Finally each rank finishes its elements.
+    one matrix of a stack, solves for it. Finally each rank finishes its elements, and once they are
+    updated, it stores what the next step starts from.
 
     Attributes:
         kind: directions of one kind and shape can be solved in one call.
@@ -75,3 +76,6 @@ class Direction(Protocol):
                 it; else None.
         """
         ...
+
+    def store(self) -> None:
+        """Store the states of the step, once the weight is updated; a second call does nothing."""

@@ -126,7 +126,10 @@ class DirectionSolver:
                 self.prepared.pop(solved[0], None)
                 yield solved
                 # Only after the update, like ``state["step"]``.
-                self._members[solved[0]].steps += 1
+                member = self._members[solved[0]]
+                member.steps += 1
+                if member.direction is not None:
+                    member.direction.store()
                 del solved
 
 

@@ -272,8 +272,10 @@ class Plan:
             for launches, source, _ in active.sources:
                 updated = [np.full(len(launch.rows), launch in done) for launch in launches]
                 source.count(np.concatenate(updated))
-            for member in (launch.rows[0].member for launch in done if launch.has_direction):
-                member.steps = int(member.state["step"])
+            for member in (launch.rows[0].member for launch in done):
+                if member.direction is not None:
+                    member.steps = int(member.state["step"])
+                    member.direction.store()
             progress.tell(error, self._solver.prepared)
             self._solver.prepared.clear()
             raise

@@ -102,7 +102,9 @@ class _Relative(GroupDirection):
 
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
         super().__init__(optimizer, member)
-        self._member = member
+        # Not the member, which holds this object.
+        self._shard, self._format, self._state = member.shard, member.formats[0], member.state
+        self._new: list[tuple[Tensor, Tensor]] = []
 
     @property
     def kind(self) -> int:
@@ -115,12 +117,11 @@ class _Relative(GroupDirection):
 
     def _begin(self, step: int, inputs: StepInputs) -> Tensor:
         """Set up a step; returns this rank's part of the weight, fp32 if bf16 is not all of it."""
-        member = self._member
         self._step, self._share = step, float(step) ** self._options["beta2_decay"]
         self._scale = self._scale_of(inputs)
-        format_, memory = member.formats[0], member.shard.memory.contiguous()
-        beside = [local(member.state[key]) for key in format_.plane_names("")[1:]]
-        return format_.decode((memory, *fetch(beside, memory.device))) if beside else memory
+        memory = self._shard.memory.contiguous()
+        beside = [local(self._state[key]) for key in self._format.plane_names("")[1:]]
+        return self._format.decode((memory, *fetch(beside, memory.device))) if beside else memory
 
     def _factor(self, weight: Tensor, update: Tensor) -> Tensor:
         """The factor of the whole update."""
@@ -133,6 +134,11 @@ class _Relative(GroupDirection):
         self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]
     ) -> Iterator[Solution]:
         return (other._solve(*each) for other, each in zip(others, tensors, strict=True))
+
+    def store(self) -> None:
+        for state, new in self._new:
+            state.copy_(new.view_as(state))
+        self._new = []
 
 
 class _Matrix(_Relative):
@@ -167,20 +173,20 @@ class _Matrix(_Relative):
         self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
     ) -> Tensor:
         rows, columns, factor = answer.split(self._sizes)
-        self._rows.copy_(rows.view_as(self._rows))
-        self._columns.copy_(columns.view_as(self._columns))
-        update = self._part(prepared[0]) if intermediate is None else intermediate
+        rows, columns = rows.view_as(self._rows), columns.view_as(self._columns)
+        self._new = [(self._rows, rows), (self._columns, columns)]
+        update = self._part(prepared[0], rows, columns) if intermediate is None else intermediate
         return update.mul_(factor.view(()))
 
-    def _part(self, gradient: Tensor) -> Tensor:
+    def _part(self, gradient: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """This rank's part of the update, before it is multiplied by the factor."""
 
         def expand(factor: Tensor) -> Tensor:
             return factor.view(-1)[span.places(factor.shape, factor.device)]
 
-        span = self._member.shard.span
-        v = expand(self._rows) * expand(self._columns)
-        v /= expand(self._mean(self._rows))
+        span = self._shard.span
+        v = expand(rows) * expand(columns)
+        v /= expand(self._mean(rows))
         g = gradient.float() * self._scale
         return v.clamp_(min=self._eps * self._eps).rsqrt_().view(g.shape).mul_(g)
 
@@ -192,9 +198,10 @@ class _Vector(_Relative):
 
     def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
         weight, g = self._begin(step, inputs), gradient.float() * self._scale
-        # Stored by finish(), so that a step that fails before it has changed nothing.
-        self._v = local(self._member.state["variance"]).to(g.device).lerp(g * g, self._share)
-        return self._v.clamp(min=self._eps * self._eps).rsqrt_().mul_(g), weight
+        state = local(self._state["variance"])
+        variance = state.to(g.device).lerp(g * g, self._share)
+        self._new = [(state, variance)]
+        return variance.clamp(min=self._eps * self._eps).rsqrt_().mul_(g), weight
 
     def _solve(self, update: Tensor, weight: Tensor) -> Solution:
         return Solution(self._factor(weight, update).view(1))
@@ -202,8 +209,6 @@ class _Vector(_Relative):
     def finish(
         self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
     ) -> Tensor:
-        local(self._member.state["variance"]).copy_(self._v)
-        del self._v
         return prepared[0].mul_(answer.view(()))
 
 

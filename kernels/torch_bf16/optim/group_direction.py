@@ -32,6 +32,9 @@ class GroupDirection:
     def _options(self) -> dict[str, Any]:
         return self._optimizer.param_groups[self._group]
 
+    def store(self) -> None:
+        """See :class:`.Direction`; for a direction whose step changes no state but the weight's."""
+
     def _scale_of(self, inputs: StepInputs) -> float:
         """What gradients are multiplied by in a step, negative to ascend."""
         return float(inputs.multiplier) * sign_of(self._options)
