@@ -17,6 +17,7 @@ from torch_bf16.sharding import Span, as_real, local
 from .batch import Batch, Task
 from .guard import StepGradients
 from .member import Member
+from .scratch import Scratch
 from .statistics import Statistics
 
 __all__ = ["Active", "Launch", "Row", "source_of"]
@@ -45,11 +46,14 @@ class Row:
     def alone(self) -> int | None:
         """The member's number if it needs a batch to itself, else None.
 
-        A parameter that is not contiguous is updated through a contiguous copy, and a direction is
-        as large as its tensor: at most one of either should exist at a time.
+        A direction is as large as its tensor: at most one should exist at a time.
         """
-        plain = self.member.direction is None and self.member.shard.memory.is_contiguous()
-        return None if plain else self.number
+        return None if self.member.direction is None else self.number
+
+    @property
+    def copied(self) -> bool:
+        """Whether the weight is updated through a contiguous copy, because it is not contiguous."""
+        return not self.member.shard.memory.is_contiguous()
 
 
 def _task(member: Member, span: Span) -> Task:
@@ -66,6 +70,16 @@ def _task(member: Member, span: Span) -> Task:
         for name, format_ in zip(names, member.formats, strict=True)
     )
     return Task(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
+
+
+def _with_weight(task: Task, weight: Tensor) -> Task:
+    (_, *beside), *states = task.planes
+    return replace(task, planes=((weight, *beside), *states))
+
+
+def _copy_each(to: list[Tensor], of: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, of)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Picked(Sequence[Tensor | None]):
@@ -87,9 +101,9 @@ class Launch:
 
     Attributes:
         rows: the rows, all of one member if it needs a batch to itself.
-        batch: their tasks.
+        batch: their tasks, or tasks of contiguous copies of the weights.
         member_numbers: int64, for each row the number of its member.
-        copies: whether each step goes through a contiguous copy of the weight.
+        copies: whether each step goes through contiguous copies of the weights.
         has_direction: whether the rule needs whole tensors, and follows a direction.
         reads_in_place: whether the kernel reads gradients where they are.
         has_statistic: whether a statistic is summed over whole tensors before the update.
@@ -97,15 +111,25 @@ class Launch:
     """
 
     def __init__(
-        self, rows: Sequence[Row], seed: int, backend: str | None, statistics: Statistics
+        self,
+        rows: Sequence[Row],
+        seed: int,
+        backend: str | None,
+        statistics: Statistics,
+        scratch: Scratch,
     ) -> None:
-        self._totals = statistics.totals([row.member for row in rows])
-        self.has_statistic = self._totals is not None
-        self.batch = Batch([row.task for row in rows], seed, backend, self._totals)
-        self._seed, self.rows = seed, rows
+        totals = statistics.totals([row.member for row in rows])
+        self.has_statistic = totals is not None
+        tasks = [row.task for row in rows]
+        self.copies = rows[0].copied
+        if self.copies:
+            self._weights = [task.planes[0][0] for task in tasks]
+            self._copies = scratch.copies_of(self._weights)
+            tasks = [*map(_with_weight, tasks, self._copies)]
+        self.batch = Batch(tasks, seed, backend, totals)
+        self.rows = rows
         self.member_numbers = np.array([row.number for row in rows], np.int64)
         self._whole = all(row.task.span.numel == row.member.shard.memory.numel() for row in rows)
-        self.copies = not rows[0].member.shard.memory.is_contiguous()
         self.has_direction = rows[0].member.direction is not None
         self.reads_in_place = self._whole and not self.copies and not self.has_direction
         self._places: list[int] = self.member_numbers.tolist()
@@ -139,22 +163,19 @@ class Launch:
     def _run(
         self, taken: Sequence[Tensor | None], scalars: ScalarRows, reads: bool = False
     ) -> None:
-        (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
             taken = [g if g is None else row.task.span.of(g) for row, g in pairs]
-        batch = self.batch
         if self.copies:
-            (weight, *beside), *states = row.task.planes
-            copy = weight.contiguous()
-            task = replace(row.task, planes=((copy, *beside), *states))
-            batch = Batch([task], self._seed, batch.backend, self._totals)
+            _copy_each(self._copies, self._weights)
         if reads:
-            batch.measure(taken, scalars)
+            self.batch.measure(taken, scalars)
             return
-        batch.run(taken, scalars)
+        self.batch.run(taken, scalars)
         if self.copies:
-            weight.copy_(copy)
+            updated = [gradient is not None for gradient in taken]
+            # In one call, which no interrupt ends halfway.
+            _copy_each([*compress(self._weights, updated)], [*compress(self._copies, updated)])
 
     def addresses(self, addresses: np.ndarray) -> np.ndarray:
         """Select the rows' addresses; returns the same array object for the same argument."""

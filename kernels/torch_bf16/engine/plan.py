@@ -27,6 +27,7 @@ from .member import Member
 from .ownership import Round
 from .progress import Progress
 from .recording import Recording
+from .scratch import Scratch, in_turns
 from .setting import Setting
 from .statistics import Statistics
 from .versions import Versions
@@ -78,8 +79,14 @@ class Plan:
             for part in span.split()
         ]
         self._statistics = sums = Statistics(members, sharded)
-        batches = alike(rows, lambda row: (row.task.variant, row.alone, sums.place_of(row.member)))
-        self._launches = [Launch(batch, seed, backend, sums) for batch in batches]
+        batches = alike(
+            rows,
+            lambda row: (row.task.variant, row.alone, row.copied, sums.place_of(row.member)),
+        )
+        scratch = Scratch()
+        self._launches = [
+            Launch(some, seed, backend, sums, scratch) for each in batches for some in _turns(each)
+        ]
         watched = [member for member in members if member.has_master]
         self._versions = Versions(
             [member.parameter for member in watched],
@@ -106,7 +113,7 @@ class Plan:
         """
         for launch in self._launches:
             present = (row.member for row in launch.rows if row.member.parameter.grad is not None)
-            if not launch.copies and (member := next(present, None)) is not None:
+            if (member := next(present, None)) is not None:
                 scalars = evaluate(member.rule, groups[member.group], member.group, 1)
                 launch.batch.compile(len(scalars))
 
@@ -339,3 +346,8 @@ class Plan:
             active = self._sets[key]
             self._selected = is_active, active
         return active
+
+
+def _turns(rows: list[Row]) -> list[list[Row]]:
+    """The rows that can share a launch: of weights that are copied, only some at a time."""
+    return in_turns(rows, lambda row: row.task.span.numel) if rows[0].copied else [rows]
