@@ -223,10 +223,11 @@ class DeviceScalars:
             self._counted = np.zeros(len(self._counted), bool)
             self._counted[counted] = True
             places = np.unique(self._group_of_counter[self._counted])
-            self._active_groups = [self._groups[place] for place in places]
+            groups = [self._groups[place] for place in places]
             self._first_values = None
-            # The same options may be those of another group, whose values are not in the table.
-            self._inputs = []
+            if groups != self._active_groups:
+                # The same options may be those of another group, whose values are not in the table.
+                self._active_groups, self._inputs = groups, []
 
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
