@@ -32,7 +32,7 @@ from triton_variants import (
 from torch_bf16.backends.triton import _NEEDED_ON_ROCM
 from torch_bf16.backends.triton.arithmetic import _exp, _log, _power
 from torch_bf16.backends.triton.scalars import OPTIONS
-from torch_bf16.rules import ADAMW
+from torch_bf16.rules import ADAFACTOR, ADAMW
 
 # Gradients are decoded apart from the rule: in fp32 those of one rule are enough.
 VARIANTS = {
@@ -162,9 +162,9 @@ def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("name", RULES)
-def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target):
-    kernel = compiled_prepare(RULES[name], target)
+@pytest.mark.parametrize("rule", [*RULES.values(), ADAFACTOR], ids=lambda rule: rule.name)
+def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(rule, target):
+    kernel = compiled_prepare(rule, target)
     if target.startswith("gfx"):
         assert kernel.asm["hsaco"]
         return

@@ -88,7 +88,7 @@ def prepare(
     scalars = SCALARS(options, number, sign * scale / divisor)
     row = table_ptr + counter * (N_SCALARS + 2)
     for i in tl.static_range(N_SCALARS):
-        tl.store(row + i, scalars[i].to(tl.float32))
+        tl.store(row + i, scalars[i])
     tl.store(row + N_SCALARS, number.to(tl.float32))
     tl.store(row + N_SCALARS + 1, skipped.to(tl.float32))
     tl.store(steps_ptr + counter, tl.where(skipped, done, number.to(tl.float32)))
