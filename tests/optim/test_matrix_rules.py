@@ -278,6 +278,14 @@ def test_a_step_number_that_was_written_is_the_one_of_the_step_size():
     assert torch.allclose(*moved, rtol=1e-4)
 
 
+def test_the_means_of_an_empty_matrix_are_zero():
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((0, 5), (5, 0), (2, 0, 3))]
+    optimizer = torch_bf16.Adafactor(parameters)
+    train(optimizer, parameters, range(2))
+    for p in parameters:
+        assert not torch.cat([each.view(-1) for each in optimizer.state[p].values()][1:]).any()
+
+
 def fail(*_):
     raise torch.OutOfMemoryError("out of memory")
 

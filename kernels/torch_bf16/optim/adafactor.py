@@ -213,7 +213,7 @@ class _Vector(_Relative):
 
 
 def _mean_square(g: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(g, dim=dim, keepdim=True).square_() / g.shape[dim]
+    return torch.linalg.vector_norm(g, dim=dim, keepdim=True).square_() / max(g.shape[dim], 1)
 
 
 def _rms(x: Tensor) -> Tensor:
