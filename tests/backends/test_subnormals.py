@@ -1,13 +1,17 @@
 """Subnormal numbers count in every step, whatever ``torch.set_flush_denormal`` says."""
 
+import functools
+
 import pytest
 import torch
 
+import torch_bf16
 from torch_bf16.backends import choose
 from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.certificates import fault_of, fault_of_squares
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import Trial, digests_of
+from torch_bf16.backends.subnormals import subnormals_kept_inside
 from torch_bf16.formats import BF16_PLUS_16, FP32
 from torch_bf16.rules import ADAMW, CAUTIOUS_ADAMW
 
@@ -62,3 +66,39 @@ def test_a_trial_passes_and_so_leaves_no_fault_on_disk():
     for backend in choose(CPU, "cpu"), choose(CPU, "eager"):
         assert flushing(lambda backend=backend: fault_of(backend, VARIANTS["adamw"])) is None
     assert flushing(lambda: fault_of_squares(choose(CPU, "cpu"), CPU, torch.float32)) is None
+
+
+def steps_and_swaps(name, recipe, weight, gradients):
+    """The weights after some steps, and after each change of mode."""
+    parameter, found = torch.nn.Parameter(weight.clone()), []
+    optimizer = getattr(torch_bf16, name)([parameter], lr=1e-2, recipe=recipe)
+    for parameter.grad in gradients:
+        optimizer.step()
+    for mode in ("eval", "train", "eval") if hasattr(optimizer, "eval") else ():
+        found.append(optimizer.exact_weight(parameter).clone())
+        getattr(optimizer, mode)()
+    return [each.view(torch.int32) for each in (*found, optimizer.exact_weight(parameter))]
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "AdamWScheduleFree"])
+def test_whole_matrices_and_averages_have_the_same_bits(name, recipe):
+    generator = torch.Generator().manual_seed(0)
+    weight, *gradients = (
+        (torch.randn(64, 64, generator=generator) * 2.0**-133).bfloat16() for _ in range(5)
+    )
+    run = functools.partial(steps_and_swaps, name, recipe, weight, gradients)
+    expected = run()
+    assert all(map(torch.equal, flushing(run), expected))
+
+
+def test_only_the_inside_of_a_generator_keeps_them():
+    @subnormals_kept_inside
+    def modes(count):
+        for _ in range(count):
+            yield flushes()
+
+    def work():
+        return [(inside, flushes()) for inside in modes(count=2)]
+
+    assert flushing(work) == [(False, True)] * 2

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["flushes_subnormals", "subnormals_kept"]
+__all__ = ["flushes_subnormals", "subnormals_kept", "subnormals_kept_inside"]
 
 _SMALLEST = 5e-324
+_END = object()
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def flushes_subnormals() -> bool:
@@ -37,3 +42,21 @@ def subnormals_kept() -> Iterator[None]:
         if flushes:
             torch.set_num_threads(threads)
             torch.set_flush_denormal(True)
+
+
+def subnormals_kept_inside(generator: Callable[_P, Iterator[_T]]) -> Callable[_P, Iterator[_T]]:
+    """Run a generator in :func:`subnormals_kept`, but not what is done with each item."""
+
+    @functools.wraps(generator)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[_T]:
+        items = generator(*args, **kwargs)
+        while True:
+            with subnormals_kept():
+                item: Any = next(items, _END)
+            if item is _END:
+                return
+            yield item
+            # It may be large, and is not to outlive its use.
+            del item
+
+    return run

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
+from torch_bf16.backends.subnormals import subnormals_kept_inside
 from torch_bf16.sharding import Like, exchange
 
 from .batch import alike
@@ -93,6 +94,7 @@ class DirectionSolver:
                 "sharded_grad_scaler.ShardedGradScaler does, which keeps their scales equal, too"
             )
 
+    @subnormals_kept_inside
     def run(
         self, is_active: Sequence[bool], gradients: Sequence[Tensor | None], inputs: StepInputs
     ) -> Iterator[tuple[int, Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, cuda_graphs, fetch
+from torch_bf16.backends.subnormals import subnormals_kept
 from torch_bf16.errors import Label
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
@@ -83,6 +84,7 @@ class _ScheduleFree(BF16Optimizer):
         """
         self.train(False)
 
+    @subnormals_kept()
     def _swap_all(self, number: int, group: Mapping[str, Any], mode: bool) -> None:
         beta1, swapped = interpolation(group), []
         try:
