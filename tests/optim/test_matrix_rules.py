@@ -237,8 +237,37 @@ def test_wrong_arguments_are_refused():
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="unknown adjust_lr_fn='moon'; known: None, 'original'"):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="moon")
-    with pytest.raises(ValueError, match="ns_steps=100 at least 0 and below 100"):
+    with pytest.raises(
+        ValueError, match="ns_steps=100 must be an integer, at least 0 and below 100"
+    ):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"adjust_lr_fn": "match_rms_adam"}, "unknown adjust_lr_fn='match_rms_adam'; known: None"),
+        ({"ns_coefficients": (1, 2)}, r"ns_coefficients=\(1, 2\) must be three numbers"),
+        ({"ns_coefficients": "abc"}, "ns_coefficients='abc' must be three numbers"),
+        ({"ns_steps": 2.5}, "ns_steps=2.5 must be an integer"),
+        ({"momentum": None}, "momentum=None must be a number of at least 0"),
+        ({"eps": -1.0}, "eps=-1.0 must be a number of at least 0"),
+    ],
+)
+def test_a_wrong_option_of_a_group_is_refused_before_any_momentum_changes(wrong, message):
+    parameter = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=f"^parameter group 0: {message}"):
+        torch_bf16.Muon([{"params": [parameter], **wrong}])
+    optimizer = torch_bf16.Muon([parameter])
+    train(optimizer, [parameter], [0])
+    before = snapshot(optimizer)
+    optimizer.param_groups[0].update(wrong)
+    with pytest.raises(ValueError, match=f"^parameter group 0: {message}.*Nothing was updated$"):
+        train(optimizer, [parameter], [1])
+    assert_same(snapshot(optimizer), before)
+    # Nothing computes a direction for a group of AdamW.
+    others = {**wrong, "eps": 1e-8, "use_muon": False}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **others})
 
 
 def test_a_pickled_muon_keeps_what_its_adamw_groups_start_from():

@@ -239,7 +239,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
     ("arguments", "said"),
     [
         (["8B", "--optimizer", "Nonesuch"], "no optimizer 'Nonesuch'"),
-        (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 at least 0 and below 100"),
+        (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 must be an integer"),
         (["8B", "--optimizer", "AdamW(betas=(0.9,))"], "cannot be made"),
         (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
         (["8B", "--optimizer", "SGD(0.9)"], "each needs a name, as in momentum=0.9"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -39,6 +40,20 @@ def _check_shape(shape: Sequence[int]) -> None:
             "group with use_muon=False, which AdamW steps: torch_bf16.param_groups(model, "
             "muon=True)"
         )
+
+
+def _check_direction(options: Mapping[str, Any]) -> None:
+    """Refuse options from which no direction can be computed: of a group, or for all groups."""
+    check_ranges(momentum=options["momentum"], eps=options["eps"])
+    if (adjustment := options["adjust_lr_fn"]) not in _ADJUSTMENTS:
+        known = ", ".join(map(repr, _ADJUSTMENTS))
+        raise ValueError(f"unknown adjust_lr_fn={adjustment!r}; known: {known}")
+    coefficients, steps = options["ns_coefficients"], options["ns_steps"]
+    numbers = [*coefficients] if isinstance(coefficients, Iterable) else []
+    if len(numbers) != 3 or not all(isinstance(each, Real | Tensor) for each in numbers):
+        raise ValueError(f"ns_coefficients={coefficients!r} must be three numbers")
+    if not isinstance(steps, Integral) or not 0 <= int(steps) < 100:
+        raise ValueError(f"ns_steps={steps!r} must be an integer, at least 0 and below 100")
 
 
 def _shape_factor(adjustment: str | None, shape: tuple[int, ...]) -> float:
@@ -120,16 +135,8 @@ class Muon(BF16Optimizer, _TorchMuon):
         backend: str | None = None,
         release: bool | Mapping[str, Any] = False,
     ) -> None:
-        check_ranges(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
-        check_ranges(betas=adamw_betas, adamw_eps=adamw_eps)
-        if adjust_lr_fn not in _ADJUSTMENTS:
-            known = ", ".join(map(repr, _ADJUSTMENTS))
-            raise ValueError(f"unknown adjust_lr_fn={adjust_lr_fn!r}; known: {known}")
-        if len(ns_coefficients) != 3 or not 0 <= ns_steps < 100:
-            raise ValueError(
-                f"ns_coefficients={ns_coefficients} must be three numbers and ns_steps={ns_steps} "
-                "at least 0 and below 100"
-            )
+        check_ranges(lr=lr, weight_decay=weight_decay, betas=adamw_betas, adamw_eps=adamw_eps)
+        _check_direction(locals())
         # Not torch's own constructor, which refuses everything that is not a matrix.
         self._construct(locals(), defaults=True)
 
@@ -159,6 +166,12 @@ class Muon(BF16Optimizer, _TorchMuon):
                 name = names[position] if position < len(names) else f"number {position}"
                 with prefix_errors(lambda name=name: f"parameter {name} of group {number}"):
                     _check_shape(shard_of(parameter).shape)
+
+    def _check_options(self, group: Mapping[str, Any], number: int) -> None:
+        super()._check_options(group, number)
+        if group.get("use_muon", True):
+            with prefix_errors(lambda: f"parameter group {number}:"):
+                _check_direction(group)
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return MUON if group.get("use_muon", True) else ADAMW
