@@ -37,3 +37,22 @@ def test_hyperparameters_that_are_no_numbers_are_refused(kind, options, match):
 @pytest.mark.parametrize("lr", [0, torch.tensor(0.5), torch.tensor([0.5])], ids=str)
 def test_a_tensor_with_one_element_is_a_number(lr):
     assert torch_bf16.Lion([PARAMETER], lr=lr, betas=[0.9, torch.tensor(0.99)])
+
+
+@pytest.mark.parametrize("name", ["r", "weight_lr_power"])
+@pytest.mark.parametrize(("wrong", "message"), [(float("inf"), "finite"), (None, "a number")])
+def test_a_group_that_gives_no_average_is_refused_before_anything_changes(name, wrong, message):
+    parameter = nn.Parameter(torch.ones(2, 2))
+    match = f"^parameter group 0: {name}={wrong} must be {message}"
+    with pytest.raises(ValueError, match=match):
+        torch_bf16.SGDScheduleFree([{"params": [parameter], name: wrong}])
+    optimizer = torch_bf16.SGDScheduleFree([parameter])
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    before = parameter.detach().clone()
+    optimizer.param_groups[0][name] = wrong
+    for call, end in ((optimizer.step, "updated"), (optimizer.eval, "changed")):
+        with pytest.raises(ValueError, match=f"{match}.*Nothing was {end}$"):
+            call()
+    assert torch.equal(parameter, before)
+    assert (optimizer.param_groups[0]["k"], optimizer.param_groups[0]["train_mode"]) == (1, True)

@@ -14,7 +14,7 @@ from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, cuda_graphs, fetch
 from torch_bf16.backends.subnormals import subnormals_kept
-from torch_bf16.errors import Label
+from torch_bf16.errors import UNTOUCHED, Label, prefix_errors, suffix_errors
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ITERATE, Rule, State
@@ -44,12 +44,7 @@ class _ScheduleFree(BF16Optimizer):
 
     def _construct_counting(self, arguments: dict[str, Any]) -> None:
         check_ranges(**{name: arguments[name] for name in _NOT_NEGATIVE if name in arguments})
-        _check_share(arguments)
-        for name in ("r", "weight_lr_power"):
-            if arguments[name] == math.inf:
-                raise ValueError(
-                    f"{name}={arguments[name]} must be finite: no average has such weights"
-                )
+        _check_average(arguments)
         self._construct({**arguments, **_COUNTS}, defaults=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,7 +63,10 @@ class _ScheduleFree(BF16Optimizer):
         Args:
             mode: False for :meth:`eval`.
         """
-        self._check_shares("Nothing was changed")
+        with suffix_errors("Nothing was changed"):
+            for number, group in enumerate(self.param_groups):
+                self._check_options(group, number)
+            self._check_shares()
         with torch.no_grad():
             for number, group in enumerate(self.param_groups):
                 if group["train_mode"] != mode:
@@ -139,25 +137,29 @@ class _ScheduleFree(BF16Optimizer):
             state = {**state, "step": float(group["k"])}
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
-    def _check_shares(self, outcome: str) -> None:
+    def _check_options(self, group: Mapping[str, Any], number: int) -> None:
+        super()._check_options(group, number)
+        with prefix_errors(lambda: f"parameter group {number}:"):
+            _check_average(group)
+
+    def _check_shares(self) -> None:
         """Refuse a share of the average that differs from that of the last step, if it is known."""
         shares = self._engine.shares
         for number, group in enumerate(self.param_groups):
-            where = f" in parameter group {number}"
-            _check_share(group, where, f". {outcome}")
             last = shares[number] if number < len(shares) else None
             # Loading a state dict replaces the groups.
             if last is not None and last[0] is group and last[1] != interpolation(group):
                 raise ValueError(
-                    f"{_share_name(group)}={interpolation(group)}{where} was {last[1]} in the step "
-                    "before: weights lie between z and the average at that share, and another one "
-                    "would misread them. Do not change it; OneCycleLR and CyclicLR leave it alone "
-                    f"with cycle_momentum=False. {outcome}"
+                    f"{_share_name(group)}={interpolation(group)} in parameter group {number} was "
+                    f"{last[1]} in the step before: weights lie between z and the average at that "
+                    "share, and another one would misread them. Do not change it; OneCycleLR and "
+                    "CyclicLR leave it alone with cycle_momentum=False"
                 )
 
     def _check_step(self) -> None:
         super()._check_step()
-        self._check_shares("Nothing was updated")
+        with suffix_errors(UNTOUCHED):
+            self._check_shares()
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__} is in eval mode: the weights are the average, which is for "
@@ -198,13 +200,18 @@ def _share_name(group: Mapping[str, Any]) -> str:
     return "betas[0]" if "betas" in group else "momentum"
 
 
-def _check_share(group: Mapping[str, Any], where: str = "", outcome: str = "") -> None:
-    beta1 = interpolation(group)
+def _check_average(options: Mapping[str, Any]) -> None:
+    """Refuse options that give no average: of a group, or for all groups."""
+    beta1 = interpolation(options)
     if not 0.0 < beta1 < 1.0:
         raise ValueError(
-            f"{_share_name(group)}={beta1}{where} must lie between 0 and 1: it is the share of the "
-            f"average in the weights at which gradients are taken{outcome}"
+            f"{_share_name(options)}={beta1} must lie between 0 and 1: it is the share of the "
+            "average in the weights at which gradients are taken"
         )
+    for name in ("r", "weight_lr_power"):
+        check_ranges(**{name: options[name]})
+        if options[name] == math.inf:
+            raise ValueError(f"{name}={options[name]} must be finite: no average has such weights")
 
 
 class AdamWScheduleFree(_ScheduleFree):
