@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16 import SGD, AdamW, Recipe, get_recipe
+from torch_bf16 import SGD, AdamW, Recipe, backends, get_recipe
+from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.tools import describe as describing
 
 
@@ -56,6 +57,26 @@ def test_an_unknown_backend_is_refused_by_the_recipe():
         Recipe(backend="gpu")
     with pytest.raises(ValueError, match="unknown backend 7; known backends: cpu, eager, triton"):
         get_recipe("bf16-stochastic", backend=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "match"),
+    [
+        ("tritn", ValueError, "unknown backend 'tritn'; known backends: cpu"),
+        ("triton", BackendUnavailableError, "backend 'triton' was asked for and cannot run on cpu"),
+    ],
+)
+def test_a_backend_that_the_environment_names_is_refused_with_the_variables_name(
+    name, error, match, monkeypatch
+):
+    monkeypatch.setenv("TORCH_BF16_BACKEND", name)
+    match = f"^TORCH_BF16_BACKEND: {match}"
+    with pytest.raises(error, match=match):
+        used(AdamW(weights()))
+    with pytest.raises(error, match=match):
+        backends.squares(weights())
+    with pytest.raises(error, match=match.replace("TORCH_BF16_BACKEND: ", "")):
+        backends.choose(torch.device("cpu"), name)
 
 
 def test_recipes_that_differ_in_it_are_equal_and_state_dicts_do_not_hold_it():

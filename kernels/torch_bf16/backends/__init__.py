@@ -79,15 +79,19 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
         >>> choose(torch.device("cpu"), "eager").name
         'eager'
     """
+    origin = "" if requested else f"{_ENVIRONMENT}: "
     requested = requested or os.environ.get(_ENVIRONMENT)
     if not requested:
         return _automatic(device)[0]
-    check_backend(requested)
+    try:
+        check_backend(requested)
+    except ValueError as error:
+        raise ValueError(f"{origin}{error}") from None
     backend = _BACKENDS[requested]
     if reason := backend.unavailable(device):
         works = [name for name, reason in explain(device).items() if reason is None]
         raise BackendUnavailableError(
-            f"backend {requested!r} was asked for and cannot run on {device}: {reason}. "
+            f"{origin}backend {requested!r} was asked for and cannot run on {device}: {reason}. "
             f"Working here: {', '.join(works)}."
         )
     return backend
@@ -132,7 +136,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     found = None
     if dtype in READ_DTYPES and not cuda_graphs.capturing([device]):
         requested = os.environ.get(_ENVIRONMENT)
-        backend = choose(device, requested) if requested else _squares_by(device, dtype)
+        backend = choose(device) if requested else _squares_by(device, dtype)
         found = backend.squares(tensors)
     return _EAGER.squares(tensors) if found is None else found
 
