@@ -18,6 +18,8 @@ from optimizer_cases import (
 from torch import nn
 from torch.optim import lr_scheduler
 
+import torch_bf16
+
 STEPS = 60
 EPSILON = 2.0**-24  # half a step of fp32 at 1
 
@@ -195,3 +197,9 @@ def test_a_scheduler_that_steps_first_is_told_so_and_one_that_steps_second_is_no
         warnings.simplefilter("error")
         take_steps(optimizer, [1])
         scheduler.step()
+
+
+def test_states_of_adagrad_are_not_shared_with_other_processes():
+    optimizer = torch_bf16.Adagrad([nn.Parameter(torch.ones(3))])
+    with pytest.raises(NotImplementedError, match=r"share_memory\(\) .* not supported .* with DDP"):
+        optimizer.share_memory()

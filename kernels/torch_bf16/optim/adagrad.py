@@ -77,7 +77,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
 
     Differs from torch.optim: there is no state before the first step, and a group added later may
     have its own ``initial_accumulator_value``; gradients must be dense; ``foreach`` and ``fused``
-    are accepted and ignored; ``differentiable`` is refused.
+    are accepted and ignored; ``differentiable`` and ``share_memory()`` are refused.
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
@@ -112,6 +112,18 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         self._construct(locals())
         # Drop the state that some versions of torch make here, in the parameters' dtype.
         self.state = States(dict)
+
+    def share_memory(self) -> None:
+        """Refuse to share the states with other processes, which torch's class does.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "share_memory() of Adagrad is not supported by torch_bf16: states are made in the "
+            "first step, by each process for itself, and processes that stepped over the same "
+            "memory would overwrite one another's. Train with DDP, or with torch.optim.Adagrad"
+        )
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.ADAGRAD
