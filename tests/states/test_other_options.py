@@ -53,3 +53,27 @@ def test_options_that_cannot_be_together_are_refused_before_anything_is_loaded(
     assert ours.state_dict()["param_groups"] == before["param_groups"]
     assert torch.equal(ours.state_dict()["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     take_step(ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "switched", "missing"),
+    [
+        (torch_bf16.RMSprop, {"centered": True}, "grad_avg, which rmsprop_centered keeps"),
+        (torch_bf16.Muon, {"use_muon": False}, "exp_avg, which adamw keeps"),
+    ],
+)
+def test_an_option_that_needs_states_of_all_steps_cannot_be_switched_on_in_between(
+    kind, switched, missing
+):
+    optimizer = stepped(kind)
+    optimizer.param_groups[0].update(switched, betas=(0.9, 0.99))
+    (name,) = switched
+    with pytest.raises(
+        torch_bf16.StateMismatchError,
+        match=f"counts 1 steps and has no {missing} .* option was changed .*{name} of .*set it "
+        "back: .* Nothing was updated$",
+    ):
+        take_step(optimizer)
+    optimizer.param_groups[0].update(dict.fromkeys(switched, not switched[name]))
+    take_step(optimizer)
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 2

@@ -295,7 +295,7 @@ DAMAGES = {
     "complex moment": (in_first_state("exp_avg", lambda t: t * 1j), "must be floating-point"),
     "moment missing": (
         lambda d: d["state"][0].pop("exp_avg_sq").numel() and None,
-        "counts 2 steps and has no exp_avg_sq: it is damaged",
+        "counts 2 steps and has no exp_avg_sq, .* the state is damaged: load it",
     ),
     "step of nan": (in_first_state("step", lambda t: t * float("nan")), "step of .* damaged"),
     "negative step": (in_first_state("step", lambda t: -t), "step of .* damaged"),

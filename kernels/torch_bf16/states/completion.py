@@ -83,7 +83,10 @@ def complete_state(
         if began and state.get(each.name) is None and not each.optional:
             raise StateMismatchError(
                 f"the state of {label()} counts {complete['step'].item():.0f} steps and has no "
-                f"{each.name}: it is damaged. Load it as it was saved"
+                f"{each.name}, which {rule.name} keeps from the first step on. If an option was "
+                "changed in between (centered of RMSprop, use_muon of Muon), set it back: it "
+                "cannot change during a run. If none was, the state is damaged: load it as it was "
+                "saved"
             )
         if each.shape is not None:
             continue
