@@ -172,6 +172,20 @@ def test_a_replaced_parameter_is_refused(ours):
     assert_steps(optimizer)
 
 
+def test_a_group_that_was_taken_out_is_not_said_to_be_replaced():
+    optimizer = begun()
+    (first,) = optimizer.param_groups.pop(0)["params"]
+    optimizer.add_param_group({"params": [parameter()]})
+    give_gradients(optimizer)
+    match = (
+        r"any more\. If the new one replaced it .*If it was taken out on purpose, drop its state"
+    )
+    with pytest.raises(StateMismatchError, match=match):
+        optimizer.step()
+    del optimizer.state[first]
+    assert_steps(optimizer)
+
+
 def test_a_parameter_replaced_before_the_first_step_is_taken():
     """Accelerate does so."""
     optimizer = begun(steps=0)

@@ -100,9 +100,10 @@ def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Lab
     if orphans and stateless:
         raise StateMismatchError(
             f"{stateless[0]()} has no optimizer state, while a parameter of shape "
-            f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
-            "after the first step. Put the old one back and write into it (p.copy_(...) under "
-            "torch.no_grad()), or drop the old state: del optimizer.state[old_parameter]"
+            f"{tuple(orphans[0].shape)} that has one is in no group any more. If the new one "
+            "replaced it after the first step, put the old one back and write into it (p.copy_(...)"
+            " under torch.no_grad()). If it was taken out on purpose, drop its state: "
+            "del optimizer.state[old_parameter]"
         )
 
 
