@@ -30,9 +30,10 @@ class _AdamFamily(BF16Optimizer):
 class AdamW(_AdamFamily, torch.optim.AdamW):
     r"""AdamW (Loshchilov & Hutter, 2019) whose numbers are stored by a recipe.
 
-    Weight decay is part of the update, which is rounded only once, so it takes effect however small
-    ``lr * weight_decay`` is. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the
-    equations.
+    Weight decay is part of the update, which is rounded only once. The arithmetic is fp32, as in
+    torch's AdamW with fp32 weights: so is the factor ``1 - lr * weight_decay``, whose spacing is
+    6e-8, and an ``lr * weight_decay`` of at most ``2**-25``, 3e-8, has no effect. See
+    :mod:`torch_bf16.rules.adam` for the equations.
 
     Differs from torch.optim: ``foreach`` and ``fused`` are accepted and ignored (one fused call
     updates everything anyway); ``differentiable`` is refused.
