@@ -13,6 +13,7 @@ from own_process import printed_by
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.compare import progress
+from torch_bf16.tools.compare.subject import subject_of
 from torch_bf16.tools.compare.training import OngoingRun
 
 QUICK = ["--precisions", "32-true,bf16-true", "--steps", "6", "--seeds", "2"]
@@ -126,6 +127,55 @@ def test_runs_of_other_settings_are_not_mixed_in(tmp_path, capsys):
     assert compare("mine_to_compare:make", *QUICK) == 2
     assert "was made with model 'mine_to_compare:make " in capsys.readouterr().err
     assert compare("mine_to_compare:make", *QUICK, "--fresh") != 2
+
+
+SCRIPT = """
+from functools import partial
+
+import mine_to_compare
+
+
+def with_batches(count):
+    import data_beside_it
+
+    model, batches = mine_to_compare.make()
+    return model, list(batches)[: data_beside_it.MOST * count]
+
+
+make = partial(with_batches, 2)
+"""
+
+
+@pytest.mark.parametrize("changed", ["script.py", "mine_to_compare.py", "data_beside_it.py"])
+def test_runs_are_used_again_until_a_file_of_the_model_changes(
+    changed, tmp_path, write_module, monkeypatch, capsys
+):
+    monkeypatch.syspath_prepend(tmp_path)  # as python -m does it
+    write_module("script", SCRIPT)
+    write_module("data_beside_it", "MOST = 4")
+    assert compare("script.py:make", *QUICK) != 2
+    runs = {path: path.stat().st_mtime_ns for path in (tmp_path / "compare" / "runs").iterdir()}
+    assert compare("script.py:make", *QUICK) != 2
+    assert {path: path.stat().st_mtime_ns for path in runs} == runs
+    (tmp_path / changed).write_text((tmp_path / changed).read_text() + "\nmore = True\n")
+    capsys.readouterr()
+    assert compare("script.py:make", *QUICK) == 2
+    assert "was made with model 'script.py:make " in capsys.readouterr().err
+
+
+def test_a_package_is_hashed_as_a_whole(tmp_path, write_module, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "packed" / "inner").mkdir(parents=True)
+    for name in ("__init__", "inner/__init__", "sizes"):
+        (tmp_path / "packed" / f"{name}.py").touch()
+    (tmp_path / "packed" / "inner" / "models.py").write_text("import packed.sizes\nmake = 1")
+    sources = set()
+    for size in (1, 2):
+        (tmp_path / "packed" / "sizes.py").write_text(f"size = {size}")
+        sources.add(subject_of("packed.inner.models:make").source)
+    assert len(sources) == 2
+    for name in [each for each in sys.modules if each.partition(".")[0] == "packed"]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"of": {}, "run": {"seed": 1}}', "[1]"])

@@ -42,6 +42,8 @@ class Store:
         self.folder = folder / "runs"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._plan = plan
+        # Once, before any run: later the model's own code may import more.
+        self._model = plan.subject.source
 
     def load_finished(self, row: Row, seed: int) -> Run | None:
         """A finished run; None if it must be trained.
@@ -103,7 +105,7 @@ class Store:
     def _origin(self, row: Row) -> dict[str, Any]:
         plan = self._plan
         return {
-            "model": plan.subject.source,
+            "model": self._model,
             "row": f"{row.name}: {row.description}",
             "optimizer": "" if row.own else plan.optimizer.text,
             "lr": plan.lr,

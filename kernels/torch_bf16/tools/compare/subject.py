@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +29,23 @@ class Subject:
 
     Attributes:
         name: for people.
-        source: what identifies it: the factory's name and a hash of its file, or a hash of the
-            text.
         text: bytes that the built-in model is trained on, uint8; None for a factory.
         factory: as the user wrote it; empty for the built-in model.
     """
 
     name: str
-    source: str
     text: Tensor | None = None
     factory: str = ""
+
+    @property
+    def source(self) -> str:
+        """What identifies it: the factory's name and a hash of its code, or a hash of the text.
+
+        Hashed are the factory's file and what has been imported from beside it so far.
+        """
+        if self.text is None:
+            return f"{self.factory} {_hash_of_code(self.factory)}"
+        return f"built in, text {hashlib.sha256(self.text.numpy().tobytes()).hexdigest()[:12]}"
 
     def make(self, steps: int) -> Training:
         """A new model and its batches, which follow from the state of the random generators.
@@ -75,7 +83,8 @@ def subject_of(factory: str | None, text: Path | None = None) -> Subject:
         ImportError, ValueError, OSError: the factory or the file cannot be used.
     """
     if factory is not None:
-        return Subject(factory, f"{factory} {_source_hash(factory)}", factory=factory)
+        import_name(factory)
+        return Subject(factory, factory=factory)
     if text is None:
         content, what = load_corpus().train, "Python's standard library"
     else:
@@ -83,16 +92,35 @@ def subject_of(factory: str | None, text: Path | None = None) -> Subject:
         content, what = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8), text.name
         if len(raw) < _LEAST:
             raise ValueError(f"{text} has {len(raw)} bytes, and must have {_LEAST:,} to train on")
-    digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()[:12]
-    return Subject(f"{_NAME} in {what}", f"built in, text {digest}", text=content)
+    return Subject(f"{_NAME} in {what}", text=content)
 
 
-def _source_hash(factory: str) -> str:
-    """A hash of the file that defines a factory: no run resumes after its model has changed."""
-    found: Any = import_name(factory)
-    code = getattr(found, "__code__", None)
-    try:
-        content = Path(code.co_filename).read_bytes() if code else repr(found).encode()
-    except OSError:
-        content = b""
-    return hashlib.sha256(content).hexdigest()[:12]
+def _hash_of_code(factory: str) -> str:
+    """A hash of what defines a factory: no run resumes after its model has changed."""
+    name = factory.rpartition(":")[0]
+    own = name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", None)
+    if own is None:
+        return "without a file"
+    own = Path(own).resolve()
+    # The folder in which its imports are found first: of a.b that of a.
+    depth = 0 if name.endswith(".py") else name.count(".") + (own.name == "__init__.py")
+    folder = own.parents[depth]
+    beside = {own} | {path for path in _imported() if path.is_relative_to(folder)}
+    digest = hashlib.sha256()
+    for path in sorted(beside):
+        try:
+            content = path.read_bytes()
+        except OSError:  # it was removed, or lies in an archive
+            content = b""
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def _imported() -> Iterator[Path]:
+    """Files of imported modules, without installed ones and this package, which have versions."""
+    for name, module in [*sys.modules.items()]:
+        path = getattr(module, "__file__", None)
+        if path and name.partition(".")[0] != "torch_bf16":
+            path = Path(path).resolve()
+            if {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+                yield path
