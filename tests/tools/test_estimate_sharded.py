@@ -146,9 +146,12 @@ def test_buckets_of_ddp_are_a_copy_of_all_gradients(ranks: Ranks, label):
     found = memory(shapes_of(Stack(), "Stack"), precision_of(label), optimizer_spec("AdamW"))
     for buckets, gradients in ranks(2, buckets_of_a_replica, label):
         assert (found.buckets, found.gradients) == (buckets, gradients)
+    with torch.device("meta"):
+        shapes = shapes_of(Stack(width=1024, layers=12), "Stack")
     released = replace(precision_of(label), released=True)
-    found = memory(shapes_of(Stack(), "Stack"), released, optimizer_spec("AdamW"))
-    assert found.gradients < found.buckets == buckets
+    found = memory(shapes, released, optimizer_spec("AdamW"))
+    kept = memory(shapes, precision_of(label), optimizer_spec("AdamW"))
+    assert found.gradients < found.buckets == kept.gradients
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LIMIT", "Gathering", "Group", "Waiting"]
+__all__ = ["LIMIT", "Gathering", "Group", "Waiting", "most_at_once"]
 
 LIMIT = 32 << 20
 """Bytes of gradients that are worth a kernel call; at most about as many wait.
@@ -19,6 +19,17 @@ LIMIT = 32 << 20
 Measured with 96 matrices of 2 MiB: at the peak 32 MiB of a pass's gradients are in memory, instead
 of 2 MiB if none waits, and 192 MiB if all do.
 """
+
+
+def most_at_once(total: float, largest: float, waiting: int = LIMIT) -> float:
+    """The most bytes of gradients in memory at a time, if each is freed once it was taken.
+
+    Args:
+        total: bytes of all gradients.
+        largest: bytes of the largest one, which joins a group that is not full yet.
+        waiting: bytes of a full group; 0 if none waits.
+    """
+    return min(total, largest + waiting)
 
 
 class Group:

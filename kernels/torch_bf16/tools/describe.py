@@ -14,7 +14,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import choose
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.foreign.optimizer import ForeignOptimizer
-from torch_bf16.gradients.gathering import LIMIT
+from torch_bf16.gradients.gathering import most_at_once
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import ADAMW, Rule
@@ -129,8 +129,7 @@ def describe(
                 format_ = recipe.format_of(role, shard.shape, p.dtype)
                 sizes[name] = sizes.get(name, 0.0) + numel * format_.bytes_per_element
     if optimizer is not None and optimizer._engine.release is not None:
-        # The largest gradient, while up to LIMIT bytes of others wait to be released.
-        sizes["gradients"] = min(sizes["gradients"], largest + LIMIT)
+        sizes["gradients"] = most_at_once(sizes["gradients"], largest)
     unmade = None
     if isinstance(optimizer, ForeignOptimizer):
         held = _held(optimizer, parameters)

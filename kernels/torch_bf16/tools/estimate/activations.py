@@ -62,7 +62,7 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
 
     Args:
         model: on the meta device; not changed.
-        precision: how it is cast, and whether gradients are released.
+        precision: how it is cast, and whether the backward pass frees gradients.
         batch: the inputs.
         device: meta, to trace the CPU's kernels over tensors without memory; or a CPU or a GPU, to
             take the step there, which a GPU's allocator measures.
@@ -79,10 +79,11 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
         try:
             _materialise(model, place)
             model.train()
-            if precision.released:
+            if precision.waiting is not None:
+                taken = _Taken(precision.waiting)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(_free)
+                        parameter.register_post_accumulate_grad_hook(taken)
             inputs = _inputs(model, batch, place)
             if device.type == "cuda":
                 before = torch.cuda.memory_allocated(device)
@@ -177,5 +178,18 @@ def _to_bf16(inputs: Any) -> Any:
     return [x.bfloat16() if x.is_floating_point() else x for x in inputs]
 
 
-def _free(parameter: Tensor) -> None:
-    parameter.grad = None
+class _Taken:
+    """Frees gradients as a step or a sum inside the backward pass does, many at a time."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: list[Tensor] = []
+        self._size = 0
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._waiting.append(parameter)
+        self._size += parameter.nbytes
+        if self._size >= self._limit:
+            for each in self._waiting:
+                each.grad = None
+            self._waiting, self._size = [], 0

@@ -10,6 +10,7 @@ import torch
 
 from torch_bf16.backends import BUFFER_BYTES, BUFFERS
 from torch_bf16.formats import Format
+from torch_bf16.gradients.gathering import most_at_once
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding.dtensor import box_at
 from torch_bf16.states.home import SMALLEST
@@ -29,7 +30,8 @@ class Memory:
     Attributes:
         weights: of parameters.
         buffers: of the model's buffers.
-        gradients: of all gradients; if they are released, of the largest parameter or FSDP unit.
+        gradients: of all gradients; if a step or a sum takes each within the backward pass, of the
+            largest parameter or FSDP unit and of those that wait.
         moments: of the optimizer's moments.
         master: of what weights have beyond the parameter.
         sums: of sums of gradients over micro-batches, if they have a format of their own.
@@ -147,8 +149,8 @@ def memory(
             scratch += (optimizer.scratch_of(rule) or 0.0) * held.weights
         gradients[each.unit if ranks > 1 else each.name] += held.weights
         sums += held.count * 4 if precision.sums == "fp32" else held.weights
-    one_at_a_time = precision.released or precision.sums is not None
-    largest = max(gradients.values(), default=0)
+    total, largest = sum(gradients.values()), max(gradients.values(), default=0)
+    waiting = precision.waiting
     passing = max(remainders) if precision.released else sum(remainders)
     if not shapes.known:
         # One matrix stands for all weights, and not for the largest of them.
@@ -158,8 +160,8 @@ def memory(
     scratch = max(scratch, *single_scratches)
     return Memory(
         **sizes,
-        gradients=largest if one_at_a_time else sum(gradients.values()),
-        buckets=sum(gradients.values()),
+        gradients=total if waiting is None else int(most_at_once(total, largest, waiting)),
+        buckets=total,
         sums=0 if precision.sums is None else sums,
         passing=passing if precision.recipe is not None else round(scratch),
     )

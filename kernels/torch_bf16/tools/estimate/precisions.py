@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_bf16.gradients.gathering import LIMIT
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 from torch_bf16.tools.recipes import BY_BYTES
 
@@ -38,6 +39,16 @@ class Precision:
         """The format of sums of gradients beside ``p.grad``; None if gradients add up there."""
         recipe = self.recipe
         return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
+
+    @property
+    def waiting(self) -> int | None:
+        """Bytes of gradients that wait to be taken within the backward pass, by a step or a sum.
+
+        None if nothing takes them before the optimizer's step.
+        """
+        if self.sums == "fp32":
+            return 0  # each is added at once
+        return LIMIT if self.released or self.sums is not None else None
 
 
 TORCH = (

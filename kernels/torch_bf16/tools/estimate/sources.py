@@ -65,8 +65,8 @@ def _of_number(text: str, count: int) -> ModelShapes:
         weights.append(Weight("layers.0.rest", (1, rest)))
     note = (
         "a number has no shapes: all weights are counted as matrices whose rows are whole blocks, "
-        "and memory of one tensor or one layer at a time is left out: released gradients, and what "
-        "FSDP gathers. A config.json, a factory or a checkpoint says more"
+        "and memory of one tensor or one layer at a time is left out: the largest of released "
+        "gradients, and what FSDP gathers. A config.json, a factory or a checkpoint says more"
     )
     return ModelShapes(f"{count:,} parameters", weights, known=False, notes=[note])
 
