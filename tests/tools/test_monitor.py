@@ -194,6 +194,28 @@ def test_bad_arguments_are_named():
     assert optimizer.observers == []
 
 
+@pytest.mark.parametrize(
+    "option", [{"lr": None}, {"lr": "fast"}, {"eps": None}, {"betas": (0.9,)}, {"grad_scale": 0.0}]
+)
+def test_a_step_that_cannot_be_computed_fails_with_its_own_error(option):
+    said = []
+    for watched in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch_bf16.AdamW([parameter])
+        optimizer.step()
+        if watched:
+            UpdateMonitor(optimizer, every=1)
+        if "grad_scale" in option:
+            optimizer.grad_scale = torch.zeros(())  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            optimizer.param_groups[0].update(option)
+        with pytest.raises(ValueError, match=r"no step can be computed|grad_scale=0\.0") as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
 def test_a_skipped_step_lost_nothing(caplog):
     model, optimizer = model_and_optimizer("bf16+16", lr=1e-3)
     monitor = UpdateMonitor(optimizer, every=1)

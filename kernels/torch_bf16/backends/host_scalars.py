@@ -15,7 +15,7 @@ from torch_bf16.rules import Rule
 
 from .inputs import ScalarRows, StepInputs
 
-__all__ = ["HostScalars", "evaluate", "naming_group", "sign_of"]
+__all__ = ["HostScalars", "evaluate", "multiplier_of", "naming_group", "sign_of"]
 
 
 class HostScalars:
@@ -71,7 +71,7 @@ class HostScalars:
             # The numbers of such a step need not make sense: a GradScaler's scale may be 0.
             table = np.empty((0, 0), np.float32)
             return [ScalarRows(steps[bucket], rows[bucket], table) for bucket in self._buckets]
-        multiplier = _multiplier(inputs)
+        multiplier = multiplier_of(inputs)
         # Sorting a single one, as with released gradients, takes longer than all the rest.
         if len(pairs) > 1:
             pairs, rows[which] = np.unique(pairs, return_inverse=True)
@@ -95,7 +95,12 @@ class HostScalars:
                 counter[()] = number
 
 
-def _multiplier(inputs: StepInputs) -> float:
+def multiplier_of(inputs: StepInputs) -> float:
+    """The total factor of the gradients, as a number.
+
+    Raises:
+        ValueError: gradients were scaled by 0.
+    """
     scale = float(inputs.coefficient)
     if inputs.grad_scale is None:
         return scale

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
+from torch_bf16.backends.host_scalars import multiplier_of
 from torch_bf16.engine.batch import alike
 from torch_bf16.engine.member import Member
 from torch_bf16.formats import BF16_PLUS_16
@@ -156,7 +157,7 @@ class UpdateMonitor:
         groups = self._optimizer.param_groups
         # All parameters: those of which FSDP1 left nothing on this rank are in the norm, too.
         self._norm = total_norm([p for group in groups for p in group["params"]])
-        scale = float(inputs.multiplier)
+        scale = multiplier_of(inputs)
         self._samples = [
             sample_of(each, groups[each.group], scale, self.sample)
             for each in members

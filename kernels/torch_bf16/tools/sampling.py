@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends.eager import lift_rule
+from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.engine.member import Member
 from torch_bf16.formats import Format
 from torch_bf16.numerics.roots import has_fp64
@@ -67,15 +68,18 @@ def is_foreseen(member: Any) -> bool:
 
 
 def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int) -> Sample:
-    """Sample a parameter, and the update that its rule intends before anything is rounded."""
+    """Sample a parameter, and the update that its rule intends before anything is rounded.
+
+    Raises:
+        ValueError: no step can be computed from the group's options.
+    """
     rule, memory = member.rule, member.shard.memory
     where = places(memory.numel(), size, memory.device)
     weight, *states = (_decode(member, number, where) for number in range(len(member.formats)))
     gradient = _with_fp64(member.shard.gradient().reshape(-1)[where].float())
     step = int(member.state["step"]) + 1
-    sign = -1.0 if group.get("maximize") else 1.0
-    options = tuple(float(option) for option in rule.options(group))
-    scalars = rule.scalars(options, step, sign * scale)
+    # With the errors of the step that follows, which may fail for the same reason.
+    scalars = evaluate(rule, group, member.group, step, scale)
     inputs = weight, gradient, tuple(states)
     if rule.factor is not None:
         # The mean over the sample stands for that over the whole tensor.
