@@ -21,6 +21,8 @@ __all__ = ["ADOPT", "Adam", "AdamW", "NAdam", "RAdam"]
 
 
 class _AdamFamily(BF16Optimizer):
+    family = "adam"
+
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         if self.decouples_decay(group):
             return rules.ADAMW_AMSGRAD if group["amsgrad"] else rules.ADAMW
@@ -181,6 +183,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
     """
 
     torch_class = torch.optim.NAdam
+    family = "adam"
 
     def __init__(
         self,
@@ -249,6 +252,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
     """
 
     torch_class = torch.optim.RAdam
+    family = "adam"
 
     def __init__(
         self,
@@ -294,6 +298,8 @@ class ADOPT(BF16Optimizer):
     Example:
         >>> optimizer = torch_bf16.ADOPT(model.parameters(), lr=1e-3, decoupled_weight_decay=True)
     """
+
+    family = "adopt"
 
     def __init__(
         self,

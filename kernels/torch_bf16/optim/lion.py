@@ -38,6 +38,7 @@ class Lion(BF16Optimizer):
 
     decouples = True
     variants = OF_LION
+    family = "lion"
 
     def __init__(
         self,

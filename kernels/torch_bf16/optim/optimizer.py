@@ -56,9 +56,9 @@ class BF16Optimizer(torch.optim.Optimizer):
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
-    # Whether weight decay acts on the weights, for groups that do not set the option.
-    decouples: ClassVar[bool] = False
+    decouples: ClassVar[bool] = False  # whether weight decay acts on the weights by default
     variants: ClassVar[Mapping[str, Rule]] = NONE
+    family: ClassVar[str | None] = None  # see schema.check_family
     # GradScaler leaves unscaling to the step, which reads the grad_scale and found_inf it sets.
     _step_supports_amp_scaling: ClassVar[bool] = True
 
@@ -331,8 +331,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         Load the model's weights first: a saved master holds only the bits that its weight lacks.
 
         Raises:
-            StateMismatchError: shapes or masters do not fit, or something is missing or damaged;
-                nothing has been changed.
+            StateMismatchError: shapes, masters or meanings do not fit, or something is missing or
+                damaged; nothing has been changed.
             ValueError: the number of groups or parameters differs, as in torch.
             NotImplementedError: a saved option is not supported, or not beside this optimizer's.
         """

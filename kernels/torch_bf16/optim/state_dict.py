@@ -71,7 +71,9 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
     norm = None if engine.last_norm is None else engine.last_norm.item()
     watches = [each.data for each in engine.snapshots.values() if each.data is not None]
     written = any(each.expects_writes for each in watches)
-    complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm, written)
+    complete[schema.HEADER] = schema.header(
+        optimizer.recipe, names, norm, written, optimizer.family
+    )
     return complete
 
 
@@ -290,6 +292,7 @@ def _read(
     if sizes != [len(group["params"]) for group in saved_groups]:
         return  # torch refuses this right after
     header: Any = state_dict.get(schema.HEADER)
+    schema.check_family(header, optimizer.family, type(optimizer).__name__)
     saved_names = (header or {}).get("names") or []
     names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))

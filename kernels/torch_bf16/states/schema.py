@@ -14,9 +14,11 @@ from torch_bf16.errors import CheckpointError, StateMismatchError
 from torch_bf16.recipe import Recipe
 
 __all__ = [
+    "FAMILY",
     "HEADER",
     "NARROW",
     "WRITTEN",
+    "check_family",
     "check_header",
     "check_hyperparameters",
     "check_names",
@@ -30,6 +32,7 @@ __all__ = [
 HEADER = "torch_bf16"
 NARROW = "narrow"
 WRITTEN = "written"
+FAMILY = "family"
 SCHEMA = 1
 
 # Options that older versions of torch do not save, or that no step of ours reads.
@@ -45,6 +48,7 @@ def header(
     names: list[list[str | None]],
     last_norm: float | None,
     written: bool,
+    family: str | None,
 ) -> dict[str, Any]:
     """The entry that says how a state dict is to be read.
 
@@ -53,6 +57,7 @@ def header(
         names: names of the parameters of each group, None where unknown.
         last_norm: the norm by which the next step of released gradients is clipped, if any.
         written: whether something else wrote weights with a remainder before the last step.
+        family: what the states of rules mean, see :func:`check_family`.
     """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
     entry: dict[str, Any] = {"schema": SCHEMA, "recipe": fields, "names": names}
@@ -60,6 +65,8 @@ def header(
         entry["last_norm"] = last_norm
     if written:
         entry[WRITTEN] = True
+    if family is not None:
+        entry[FAMILY] = family
     return entry
 
 
@@ -172,6 +179,26 @@ def check_header(saved: Mapping[str, Any] | None) -> None:
         raise _damaged(f"its last_norm is {norm!r} and must be a number")
     if not _are_names(narrow := saved.get(NARROW, [])):
         raise _damaged(f"its {NARROW!r} is {narrow!r} and must be a list of names")
+
+
+def check_family(saved: Mapping[str, Any] | None, family: str | None, kind: str) -> None:
+    """Refuse states that have the names of this optimizer's, and other meanings.
+
+    Args:
+        saved: a checked header, None for a state dict that is not ours.
+        family: the optimizer's; None if the names of its states and options tell it from others.
+        kind: name of the optimizer's class.
+
+    Raises:
+        StateMismatchError: both families are known and differ.
+    """
+    theirs = (saved or {}).get(FAMILY)
+    if None not in (theirs, family) and theirs != family:
+        raise StateMismatchError(
+            f"the state dict was saved from an optimizer of the {theirs} family and this {kind} is "
+            f"of the {family} family: its states have the same names and mean something else. "
+            "Resume with the class it was saved from, or start without its state"
+        )
 
 
 def with_saved_seed(recipe: Recipe, header: Mapping[str, Any] | None) -> Recipe:
