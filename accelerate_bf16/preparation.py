@@ -73,7 +73,9 @@ class Preparation:
         for optimizer in self._optimizers:
             if not torch_bf16.held_optimizers(optimizer):
                 torch_bf16.convert(optimizer, self._recipe, model=self._naming_module(optimizer))
-                self._converted.append(optimizer)
+                # One that trains only fp32 parameters may have stayed as it was.
+                if torch_bf16.held_optimizers(optimizer):
+                    self._converted.append(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """Cast models, the second half of :meth:`run`."""
@@ -192,7 +194,8 @@ class Preparation:
     def _newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:
         """Yield each new optimizer, or one with new models, and all bare models that it trains."""
         for optimizer in self._optimizers:
-            trained = [each for each in self._models if trains(optimizer, each)]
+            ours = torch_bf16.held_optimizers(optimizer)
+            trained = [each for each in self._models if ours and trains(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 yield optimizer, trained
 

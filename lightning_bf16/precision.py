@@ -210,12 +210,11 @@ class PrecisionMixin(_Base):
             and any(p.is_floating_point() for p in parameters_of(each))
         ]
         try:
-            if module is not None and (
-                own := [each for each in unconverted if _owns(module, each)]
-            ):
+            own = [each for each in unconverted if module is not None and _owns(module, each)]
+            if module is not None and own:
                 torch_bf16.prepare(module, own, self.recipe)
             for each in unconverted:
-                if not isinstance(each, torch_bf16.BF16Optimizer):
+                if each not in own:
                     torch_bf16.convert(each, self.recipe, model=self._owner(each))
         except (NotImplementedError, ValueError) as error:
             cast = any(

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import AutocastKwargs, find_executable_batch_size
 from torch import nn
 
+import accelerate_bf16
 import torch_bf16
 from accelerate_bf16.report import show
 
@@ -101,6 +102,19 @@ def test_optimizer_that_cannot_be_converted_raises_and_leaves_all_usable(
     good = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prepared, wrapped = accelerator.prepare(model, good)
     train(accelerator, prepared, wrapped, batches[:3])
+
+
+def test_an_optimizer_of_fp32_parameters_stays_as_it_is(make_accelerator):
+    options = accelerate_bf16.BF16RecipeKwargs(keep_fp32=("0",), compute="fp32")
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[options])
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
+    sparse, dense = torch.optim.SparseAdam([net[0].weight]), torch.optim.AdamW(net[1].parameters())
+    model, *wrapped = accelerator.prepare(net, sparse, dense)
+    accelerator.backward(model(torch.tensor([1])).square().mean())
+    for each in wrapped:
+        each.step()
+    assert type(sparse) is torch.optim.SparseAdam
+    assert isinstance(dense, torch_bf16.AdamW)
 
 
 def test_evaluation_without_an_optimizer(make_accelerator, mode, model, batches):

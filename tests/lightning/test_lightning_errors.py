@@ -49,6 +49,20 @@ def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
         fit_with(pl, configure_optimizers)
 
 
+def test_fabric_leaves_an_optimizer_of_fp32_parameters_as_it_is(fabric_package):
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
+    sparse, dense = torch.optim.SparseAdam([net[0].weight]), torch.optim.AdamW(net[1].parameters())
+    family = fabric_package.__name__.rpartition(".")[2]
+    plugin = host(f"lightning_bf16.{family}").BF16Precision(keep_fp32=["0"], compute="fp32")
+    fabric = fabric_package.Fabric(accelerator="cpu", plugins=[plugin])
+    model, *wrapped = fabric.setup(net, sparse, dense)
+    fabric.backward(model(torch.tensor([1])).square().mean())
+    for each in wrapped:
+        each.step()
+    assert type(sparse) is torch.optim.SparseAdam
+    assert isinstance(dense, torch_bf16.AdamW)
+
+
 @pytest.mark.parametrize("name", ["SparseAdam", "LBFGS"])
 def test_fabric_refuses_an_optimizer_before_it_casts_anything(fabric_package, mode, name):
     net = torch.nn.Linear(4, 4)

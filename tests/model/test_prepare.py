@@ -50,6 +50,25 @@ def test_several_optimizers_ours_and_others_in_one_call():
     assert not any(map(torch.equal, before, trained(model, *pair)))
 
 
+def test_an_optimizer_that_cannot_be_converted_may_train_what_stays_fp32():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
+    pair = torch.optim.SparseAdam(model[0].parameters()), torch.optim.AdamW(model[1].parameters())
+    with pytest.raises(NotImplementedError, match="SparseAdam cannot be converted"):
+        prepare(model, pair)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    prepare(model, pair, get_recipe(NAMES[0], keep_fp32=("0",), compute="fp32"))
+    assert type(pair[0]) is torch.optim.SparseAdam
+    assert isinstance(pair[1], torch_bf16.AdamW)
+    assert [p.dtype for p in model.parameters()] == [torch.float32, *2 * [torch.bfloat16]]
+    before = model[0].weight.detach().clone()
+    torch_bf16.convert(pair[0], get_recipe(NAMES[0], keep_fp32=("0",)), model=model)
+    model(torch.tensor([1, 3])).float().square().mean().backward()
+    for optimizer in pair:
+        optimizer.step()
+    assert (model[0].weight != before).any(1).nonzero().flatten().tolist() == [1, 3]
+
+
 def test_it_can_be_called_again_with_the_same_recipe():
     model = network()
     optimizer = torch_bf16.AdamW(model.parameters(), recipe=get_recipe(NAMES[1], name="mine"))

@@ -58,7 +58,9 @@ def convert(
 
     The object stays the same, and so do its parameter groups, hooks and LR schedulers. Moments that
     it already has are rounded into the recipe's formats at once. For a
-    ``torch.distributed.optim.ZeroRedundancyOptimizer``, the local optimizer is converted.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer``, the local optimizer is converted. One that
+    cannot be converted stays as it is if the cast of ``model`` leaves all of its parameters in
+    fp32: SparseAdam for an embedding of ``keep_fp32``.
 
     Args:
         optimizer: an instance of any subclass of ``torch.optim.Optimizer``; mutated.

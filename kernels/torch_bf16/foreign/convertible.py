@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.model.casting import fp32_parameters
 from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adagrad import Adagrad, RMSprop
 from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
@@ -70,7 +71,10 @@ def check_conversion(
     model: nn.Module | None = None,
     cast: Collection[int] = (),
 ) -> Conversion | None:
-    """What an optimizer becomes; None if it holds others, which were converted before.
+    """What an optimizer becomes; None if it stays as it is.
+
+    So does one that holds others, which were converted before, and one that cannot be converted but
+    trains only parameters that the model's cast leaves in fp32.
 
     Args:
         function: name of the public function, for messages.
@@ -120,7 +124,12 @@ def check_conversion(
         )
     target = fused_class(optimizer, recipe)
     if target is None:
-        check_steps_on_copies(optimizer)
+        try:
+            check_steps_on_copies(optimizer)
+        except NotImplementedError:
+            if model is not None and _stays_fp32(optimizer, recipe, model):
+                return None
+            raise
     named = () if model is None else model.named_parameters()
     of_model = {id(parameter): name for name, parameter in named}
     for number, group in enumerate(optimizer.param_groups):
@@ -132,6 +141,15 @@ def check_conversion(
             check_real(group, number, target.__name__, given)
     ours = target or foreign_class(type(optimizer))
     return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
+
+
+def _stays_fp32(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Module) -> bool:
+    """Whether a model's cast leaves all parameters of an optimizer in fp32."""
+    try:
+        staying = {id(p) for p in fp32_parameters(model, recipe).values()}
+    except ValueError:  # a pattern of keep_fp32 matches nothing in it, which its cast will say
+        return False
+    return staying.issuperset(id(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def check_same(
