@@ -6,15 +6,20 @@ import os
 import sys
 from typing import Any
 
+from bf16_autoload import resembles_a_mode
+
 __all__ = [
     "LAUNCHER_VARIABLE",
     "MODES",
     "MODE_VARIABLE",
+    "REPLACEABLE",
     "ModeName",
     "canonical",
     "canonical_or_refuse",
     "environment_mode",
     "in_use",
+    "mode_of",
+    "named_mode",
     "overriding_mode",
 ]
 
@@ -27,6 +32,9 @@ LAUNCHER_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 MODE_VARIABLE = "BF16_MODE"
 """Our variable: the mode even if a script names one of Accelerate's."""
 
+REPLACEABLE: tuple[str, ...] = ("no", "bf16")
+"""The modes of Accelerate in whose place :data:`MODE_VARIABLE` can put another one."""
+
 
 def canonical(value: object) -> str | None:
     """The mode that a value of ``mixed_precision`` names, or None if it is not one of ours.
@@ -37,7 +45,7 @@ def canonical(value: object) -> str | None:
         >>> canonical("bf16") is None
         True
     """
-    name = str(value).lower()
+    name = str(value).strip().lower()
     return name if name in MODES else None
 
 
@@ -58,7 +66,7 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | Non
         ValueError: ACCELERATE_MIXED_PRECISION='bf16_stochastic' is not a mode of Accelerate, ...
     """
     mode = canonical(value)
-    if mode is None and value.lower().replace("_", "-").startswith("bf16-"):
+    if mode is None and resembles_a_mode(value):
         raise ValueError(
             f"{asked}={value!r} is not a mode of Accelerate, which would silently train in fp32. "
             f"The modes of torch-bf16 are {', '.join(MODES)}"
@@ -70,9 +78,19 @@ def environment_mode() -> str | None:
     """The mode of ours that either environment variable names, or None.
 
     Raises:
-        ValueError: the value of a variable is misspelt.
+        ValueError: the value of a variable is misspelt, or ``BF16_MODE`` would replace another
+            mode than Accelerate's "no" and "bf16".
     """
-    return overriding_mode() or canonical_or_refuse(os.environ.get(LAUNCHER_VARIABLE, "no"))
+    launched = os.environ.get(LAUNCHER_VARIABLE) or "no"
+    mode, launched_mode = overriding_mode(), canonical_or_refuse(launched)
+    if mode is None or launched_mode == mode:
+        return launched_mode
+    if launched.strip().lower() not in REPLACEABLE:
+        raise ValueError(
+            f"{MODE_VARIABLE}={mode} cannot take the place of {LAUNCHER_VARIABLE}={launched!r}: it "
+            "takes that of 'no' and 'bf16'. Unset one of the two variables"
+        )
+    return mode
 
 
 def overriding_mode() -> str | None:
@@ -86,6 +104,21 @@ def overriding_mode() -> str | None:
     import torch_bf16
 
     return torch_bf16.mode_from_environment()
+
+
+def mode_of(accelerator: Any) -> str | None:
+    """The mode of an Accelerator, or None if it is not one of ours.
+
+    Another Accelerator, as another Trainer creates one, may have given the state that all share
+    another mode since.
+    """
+    return canonical(named_mode(accelerator))
+
+
+def named_mode(accelerator: Any) -> str:
+    """The mode, ours or not, in which an Accelerator was created."""
+    own = vars(accelerator).get("_bf16_named_mode")  # missing if it is older than our import
+    return accelerator.state._mixed_precision if own is None else own
 
 
 def in_use() -> bool:

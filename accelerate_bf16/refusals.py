@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .modes import LAUNCHER_VARIABLE, MODE_VARIABLE
+from .modes import LAUNCHER_VARIABLE, MODE_VARIABLE, REPLACEABLE, canonical
 
 __all__ = [
     "explain_mixed_unit",
@@ -22,6 +22,7 @@ __all__ = [
     "refuse_engine",
     "refuse_flat",
     "refuse_late_clipping",
+    "refuse_late_optim",
     "refuse_left_behind",
     "refuse_scripts_mode",
     "refuse_under_deepspeed",
@@ -48,7 +49,7 @@ def refuse_engine(mode: str, engine: str) -> None:
 
 def refuse_scripts_mode(mode: str, own: str) -> None:
     """Raise if ``BF16_MODE`` cannot replace the mode that a script names."""
-    if own not in ("no", "bf16"):
+    if own not in REPLACEABLE:
         raise ValueError(
             f"BF16_MODE={mode} cannot take the place of mixed_precision={own!r}, which the script "
             "names: it takes that of 'no' and 'bf16'. Have the script name one of these, or none; "
@@ -159,6 +160,18 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
                 f"{name}=True cannot be combined with mixed_precision={mode!r}: bf16 weights would "
                 f"be turned into fp16 ones. Set {name}=False, or train without this mode"
             )
+
+
+def refuse_late_optim(mode: str, arguments: Any) -> None:
+    """Raise if ``optim`` was set when ``TrainingArguments`` had settled another precision."""
+    own = getattr(arguments, "mixed_precision", None)
+    if canonical(own) != mode:
+        optim = str(getattr(arguments.optim, "value", arguments.optim))
+        raise ValueError(
+            f"optim={optim!r} trains in {mode!r}, and it was set after TrainingArguments had "
+            f"settled mixed_precision={own!r}, in which the model would train instead. Name it "
+            f"where they are created, TrainingArguments(optim={optim!r}, ...)"
+        )
 
 
 def refuse_late_clipping(arguments: Any) -> None:

@@ -35,7 +35,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["TARGETS", "Patches", "autoload", "forget", "version_numbers", "watch"]
+__all__ = [
+    "TARGETS",
+    "Patches",
+    "autoload",
+    "forget",
+    "resembles_a_mode",
+    "version_numbers",
+    "watch",
+]
 
 _LIGHTNING = "lightning_bf16._patches"
 _ACCELERATE = "accelerate_bf16._patches"
@@ -76,8 +84,6 @@ TARGETS: dict[str, str] = {
 """Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
 
 _OFF = ("0", "false", "no", "off")
-# The second is misspelt, which Accelerate itself would train in fp32 without a word, too.
-_MODE_PREFIXES = ("bf16-", "bf16_")
 _only_guards = False
 
 
@@ -95,8 +101,22 @@ def autoload() -> None:
 
 
 def _names_a_mode() -> bool:
-    launcher_mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    return launcher_mode.startswith(_MODE_PREFIXES) or bool(_overriding_mode())
+    launcher_mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    return resembles_a_mode(launcher_mode) or bool(_overriding_mode())
+
+
+def resembles_a_mode(value: str) -> bool:
+    """Whether a value of ``mixed_precision`` is a mode of ours, or a misspelt one.
+
+    Accelerate itself would train in fp32 under both without a word.
+
+    Example:
+        >>> [resembles_a_mode(each) for each in ("BF16_stochastic", "fp32-master", "bf16", "fp32")]
+        [True, True, False, False]
+    """
+    letters = re.sub("[^a-z0-9]", "", value.lower())
+    ours = letters.startswith("bf16") or "stochastic" in letters or "master" in letters
+    return ours and letters != "bf16"
 
 
 def _overriding_mode() -> str:
@@ -353,7 +373,7 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = str(self.mixed_precision)
         asked, instead = "", current
-        if current.lower().startswith(_MODE_PREFIXES):
+        if resembles_a_mode(current):
             asked, instead = f"mixed_precision={current!r}", "fp32"
         elif mode := _overriding_mode():
             asked = f"BF16_MODE={mode}"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accelerate_bf16 import refusals
-from accelerate_bf16.modes import MODES, ModeName, canonical
+from accelerate_bf16.modes import MODES, ModeName, canonical, mode_of, named_mode
 from bf16_autoload import Patches
 
 from .deepspeed import attach, schedulers, uses_deepspeed
@@ -47,7 +47,7 @@ def _in_our_modes(
 
     def make(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            mode = _current.mode if _current is not None else canonical(self.state._mixed_precision)
+            mode = _current.mode if _current is not None else mode_of(self)
             if mode is None or (not under_deepspeed and uses_deepspeed(self)):
                 return original(self, *args, **kwargs)
             return replacement(original, self, mode, *args, **kwargs)
@@ -62,7 +62,7 @@ _without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
 
 
 def init(original: Any) -> Any:
-    """Take :class:`BF16RecipeKwargs` out of the handlers, and store it."""
+    """Store the mode, and :class:`BF16RecipeKwargs`, which is taken out of the handlers."""
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,8 +77,8 @@ def init(original: Any) -> Any:
             bound.arguments["kwargs_handlers"] = [e for e in handlers if e not in options]
         first = not AcceleratorState._shared_state
         original(*bound.args, **bound.kwargs)
+        found = self._bf16_named_mode = self.state._mixed_precision
         if options:
-            found = self.state._mixed_precision
             if canonical(found) is None:
                 if first:
                     # Else the process would be bound to this mode, and refuse the corrected call.
@@ -100,9 +100,13 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
 
     @functools.wraps(stock.fget)
     def mixed_precision(self: Any) -> Any:
-        # Under DeepSpeed Accelerate says "bf16", as its configuration does.
-        mode = canonical(self.state._mixed_precision)
-        return stock.fget(self) if mode is None else ModeName(mode)
+        if _current is None:
+            # Under DeepSpeed Accelerate says "bf16", as its configuration does.
+            if mode := mode_of(self):
+                return ModeName(mode)
+            if canonical(self.state._mixed_precision):  # of another Accelerator
+                return named_mode(self)
+        return stock.fget(self)
 
     mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
     patches.set(module.Accelerator, "mixed_precision", property(mixed_precision))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accelerate_bf16.modes import canonical
+from accelerate_bf16.modes import mode_of
 from bf16_autoload import Patches
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def load_fsdp_optimizer(original: Any) -> Any:
         fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         flat = getattr(fsdp_plugin, "fsdp_version", 1) == 1
-        if flat and canonical(accelerator.state._mixed_precision):
+        if flat and mode_of(accelerator):
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
             from accelerate_bf16.optimizers import unwrap_optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from accelerate_bf16.modes import canonical
+from accelerate_bf16.modes import mode_of
 
 __all__ = ["sync_and_avg_model_params"]
 
@@ -15,7 +15,7 @@ def sync_and_avg_model_params(original: Callable[[Any], None]) -> Callable[[Any]
 
     def _sync_and_avg_model_params(sgd: Any) -> None:
         accelerator = sgd.accelerator
-        if canonical(accelerator.state._mixed_precision) is None:
+        if mode_of(accelerator) is None:
             original(sgd)
             return
         from accelerate_bf16.optimizers import converted_optimizers

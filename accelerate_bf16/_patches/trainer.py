@@ -11,8 +11,15 @@ import copy
 import os
 from typing import Any
 
-from accelerate_bf16.modes import LAUNCHER_VARIABLE, MODES, canonical, environment_mode, in_use
-from accelerate_bf16.refusals import refuse_arguments, refuse_late_clipping
+from accelerate_bf16.modes import (
+    LAUNCHER_VARIABLE,
+    MODES,
+    canonical,
+    environment_mode,
+    in_use,
+    mode_of,
+)
+from accelerate_bf16.refusals import refuse_arguments, refuse_late_clipping, refuse_late_optim
 from bf16_autoload import Patches
 
 from .enums import add_member
@@ -43,7 +50,8 @@ def get_optimizer_cls_and_kwargs(original: Any) -> Any:
     """Let the Trainer create AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
 
     def get_optimizer_cls_and_kwargs(args: Any, *further: Any, **named: Any) -> Any:
-        if _name(args.optim) in OPTIMIZERS:
+        if mode := OPTIMIZERS.get(_name(args.optim)):
+            refuse_late_optim(mode, args)
             args = copy.copy(args)
             args.optim = type(args.optim)("adamw_torch")
         return original(args, *further, **named)
@@ -92,7 +100,7 @@ def load_from_checkpoint(original: Any) -> Any:
     """
 
     def _load_from_checkpoint(self: Any, checkpoint: Any, model: Any = None) -> Any:
-        mode = canonical(self.accelerator.state._mixed_precision)
+        mode = mode_of(self.accelerator)
         # A model that is passed has been prepared: FSDP and DeepSpeed load into the wrapped one.
         if mode is not None and model is None:
             from accelerate_bf16.preparation import Preparation

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_unknown_mode_gets_accelerates_own_error_with_our_names(make_accelerator
         make_accelerator("bf17")
 
 
-@pytest.mark.parametrize("value", ["BF16-Stochastic", "bf16-stochastic"])
+@pytest.mark.parametrize("value", ["BF16-Stochastic", "bf16-stochastic", " bf16-stochastic "])
 def test_environment_variable_names_the_mode_in_every_spelling(
     make_accelerator, monkeypatch, value
 ):
@@ -67,18 +68,30 @@ def test_environment_variable_names_the_mode_in_every_spelling(
     assert make_accelerator().mixed_precision == "bf16-stochastic"
 
 
-@pytest.mark.parametrize("value", ["bf16_stochastic", "bf16-stochastc", "BF16-mixed"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "bf16_stochastic",
+        "bf16-stochastc",
+        "BF16-mixed",
+        "bf16stochastic",
+        "bf-16-stochastic",
+        "'bf16-stochastic'",
+        "fp32-master",
+        "stochastic",
+    ],
+)
 def test_misspelt_environment_variable_raises_instead_of_training_in_fp32(
     make_accelerator, monkeypatch, value
 ):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
-    with pytest.raises(ValueError, match=f"ACCELERATE_MIXED_PRECISION='{value}' is not a mode"):
+    with pytest.raises(ValueError, match=re.escape(f"_PRECISION={value!r} is not a mode")):
         make_accelerator()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
     assert make_accelerator().mixed_precision == "bf16-stochastic"
 
 
-@pytest.mark.parametrize("value", ["no", "bf16"])
+@pytest.mark.parametrize("value", ["no", "bf16", "fp32"])
 def test_accelerates_own_modes_stay_what_they_were(make_accelerator, monkeypatch, value):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
     accelerator = make_accelerator()
@@ -171,3 +184,22 @@ def test_missing_accelerate_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setattr(accelerate_bf16, "version", missing)
     with pytest.raises(ImportError, match=r"which is not installed\. Run: pip install"):
         accelerate_bf16.register()
+
+
+def test_an_accelerator_keeps_its_mode_when_another_one_sets_the_shared_state(
+    make_accelerator, mode
+):
+    def trained_in(accelerator):
+        model = nn.Linear(2, 2)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        return model.weight.dtype
+
+    ours = make_accelerator(mode)
+    # As every new TrainingArguments does.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain = make_accelerator("no")
+    assert (ours.mixed_precision, trained_in(ours)) == (mode, torch.bfloat16)
+    assert (plain.mixed_precision, trained_in(plain)) == ("no", torch.float32)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make_accelerator(mode)
+    assert (plain.mixed_precision, trained_in(plain)) == ("no", torch.float32)

@@ -64,6 +64,22 @@ def test_bf16_mode_takes_the_place_of_no_other_mode(make_accelerator, monkeypatc
         make_accelerator(own)
 
 
+@pytest.mark.parametrize("launched", ["fp16", "fp8", "bf16-fp32-master"])
+def test_bf16_mode_takes_the_place_of_no_other_launched_mode(
+    make_accelerator, tmp_path, monkeypatch, launched
+):
+    monkeypatch.setenv("BF16_MODE", "bf16-stochastic")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    match = f"BF16_MODE=bf16-stochastic cannot .* ACCELERATE_MIXED_PRECISION='{launched}'"
+    with pytest.raises(ValueError, match=match):
+        make_accelerator()
+    with pytest.raises(ValueError, match=match):
+        TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for replaced in ("", "no", "bf16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", replaced)
+        assert make_accelerator().mixed_precision == "bf16-stochastic"
+
+
 @pytest.mark.parametrize("value", ["bf16", "stochastic"])
 def test_bf16_mode_is_checked(make_accelerator, monkeypatch, value):
     monkeypatch.setenv("BF16_MODE", value)

@@ -222,6 +222,29 @@ def test_attribute_of_the_arguments_names_the_mode(tmp_path, mode):
 
 
 @by_the_arguments
+def test_trainers_that_were_made_together_keep_their_modes(make_trainer):
+    options = {"max_steps": 1, "eval_strategy": "no"}
+    ours = make_trainer(optim="adamw_bf16_stochastic", **options)
+    plain = make_trainer(**options)
+    last = make_trainer(optim="adamw_bf16_fp32_master", **options)
+    for each, dtype in ((ours, torch.bfloat16), (plain, torch.float32), (last, torch.bfloat16)):
+        each.train()
+        assert {p.dtype for p in each.model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_optim_that_is_set_later_does_not_train_in_fp32(make_trainer, by_method):
+    trainer = make_trainer()
+    if by_method:
+        trainer.args.set_optimizer(name="adamw_bf16_stochastic", learning_rate=1e-3)
+    else:
+        trainer.args.optim = "adamw_bf16_stochastic"
+    match = r"'adamw_bf16_stochastic' trains in .* after TrainingArguments had settled .*='no'"
+    with pytest.raises(ValueError, match=match if MAJOR >= 5 else "after TrainingArguments"):
+        trainer.train()
+
+
+@by_the_arguments
 def test_what_contradicts_the_mode_is_refused(make_trainer, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
     with pytest.raises(ValueError, match=r"fp16=True cannot be combined with .*bf16-stochastic"):

@@ -89,6 +89,7 @@ def test_tested_versions_are_those_of_the_constraints_or_newer_ones_that_a_page_
         ("BF16_MODE", "bf16_stochastic", "refused: BF16_MODE='bf16_stochastic' is not one"),
         ("BF16_MODE", "banana", "refused: BF16_MODE='banana' is not one of the modes"),
         ("ACCELERATE_MIXED_PRECISION", "bf16-stochastc", "names no mode"),
+        ("ACCELERATE_MIXED_PRECISION", "fp32-master", "names no mode"),
         ("BF16_WEIGHTS", "bf16+9", "refused: BF16_WEIGHTS: weights='bf16+9' is unknown"),
         ("BF16_EXP_AVG", "int4", "refused: BF16_EXP_AVG: exp_avg='int4' is unknown"),
         ("BF16_ACCUMULATE", "fp16", "refused: BF16_ACCUMULATE: accumulate='fp16' is not a format"),

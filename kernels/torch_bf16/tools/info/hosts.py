@@ -49,7 +49,8 @@ def hook() -> tuple[bool, str]:
     points = importlib.metadata.entry_points(group="torch.backends")
     if not any(each.name == "bf16" for each in points):
         return False, "the package is on the path but not installed, so torch does not find it"
-    if "bf16_autoload" not in sys.modules:
+    # Its finder, and not the module, which other code imports, too.
+    if not any(type(each).__module__ == "bf16_autoload" for each in sys.meta_path):
         return False, "installed, but torch has not called it, or the call failed"
     return True, "installed, and called by torch"
 

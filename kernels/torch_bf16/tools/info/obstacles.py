@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bf16_autoload import resembles_a_mode
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends.certificates import all_verdicts, file_of, folder
@@ -147,8 +148,7 @@ def _read_backend(environment: Mapping[str, str]) -> None:
 
 def _read_launcher(environment: Mapping[str, str]) -> None:
     value = environment["ACCELERATE_MIXED_PRECISION"].strip().lower()
-    ours = value.replace("_", "-").startswith("bf16-")
-    if ours and value not in RECIPES:
+    if resembles_a_mode(value) and value not in RECIPES:
         raise ValueError(
             f"ACCELERATE_MIXED_PRECISION={value} names no mode; use one of {', '.join(RECIPES)}"
         )
