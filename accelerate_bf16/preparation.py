@@ -70,6 +70,9 @@ class Preparation:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         self._optimizers = _unique([*self._optimizers, *map(unwrap_optimizer, new_optimizers)])
+        for model in _unique(unwrap_model(each) for each in new_models if not is_wrapped(each)):
+            # Refuses patterns that match nothing while no optimizer has been converted.
+            torch_bf16.fp32_parameters(model, self._recipe_for(model))
         for optimizer in self._optimizers:
             if not torch_bf16.held_optimizers(optimizer):
                 torch_bf16.convert(optimizer, self._recipe, model=self._naming_module(optimizer))
@@ -104,19 +107,24 @@ class Preparation:
             bare = unwrap_model(model)
             torch_bf16.cast_model(bare, self._recipe_for(bare))
 
-    def prepare_for_deepspeed(
-        self, new_models: Iterable[nn.Module], schedulers: Iterable[Any]
+    def convert_for_deepspeed(
+        self,
+        new_models: Sequence[nn.Module],
+        new_optimizers: Iterable[Optimizer],
+        schedulers: Iterable[Any],
     ) -> None:
-        """Prepare the groups of converted optimizers for flattening, or refuse.
+        """Convert optimizers, and prepare their groups for flattening, or refuse.
 
         Args:
             new_models: models; only read, because DeepSpeed casts them.
+            new_optimizers: optimizers; converted in place.
             schedulers: the optimizers' schedulers; they are told about new groups.
         """
         fp32: dict[str, Any] = {}
         for model in new_models:
             fp32 |= torch_bf16.fp32_parameters(model, self._recipe)
         refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
+        self.convert(new_models, new_optimizers)
         for optimizer in self._optimizers:
             torch_bf16.separate_vectors(optimizer, schedulers)
 

@@ -121,6 +121,9 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
     import torch_bf16
     from accelerate_bf16 import models
 
+    placement = kwargs.get("device_placement")
+    if placement is not None and (len(placement) != len(args) or uses_deepspeed(accelerator)):
+        return original(accelerator, *args, **kwargs)  # which refuses it; nothing is changed yet
     with _preparing(accelerator, mode) as preparation:
         # Including prepared ones: the Accelerator that prepared them may not have had our mode.
         passed_models = [each for each in args if isinstance(each, Module)]
@@ -132,8 +135,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         if uses_deepspeed(accelerator):
             if not optimizers:
                 return original(accelerator, *args, **kwargs)
-            preparation.convert(passed_models, optimizers)
-            preparation.prepare_for_deepspeed(passed_models, schedulers(args))
+            preparation.convert_for_deepspeed(passed_models, optimizers, schedulers(args))
             result = original(accelerator, *args, **kwargs)
             preparation.add_engine(attach(accelerator))
             # Only now, because the engine casts.

@@ -140,7 +140,7 @@ def test_options_that_cannot_be_meant_are_refused():
         ({"release_norm": "last_step"}, "release_gradients=True is not set"),
     ],
 )
-def test_wrong_values_are_refused_at_prepare_and_leave_the_model_as_it_was(
+def test_wrong_values_are_refused_at_prepare_and_leave_everything_as_it_was(
     make_accelerator, options, message
 ):
     accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[BF16RecipeKwargs(**options)])
@@ -149,6 +149,7 @@ def test_wrong_values_are_refused_at_prepare_and_leave_the_model_as_it_was(
     with pytest.raises(ValueError, match=message):
         accelerator.prepare(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert type(optimizer) is torch.optim.AdamW
 
 
 @pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])

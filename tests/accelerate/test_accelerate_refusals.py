@@ -42,6 +42,17 @@ def test_context_parallelism_is_refused_with_what_works(make_accelerator, monkey
     assert accelerator.mixed_precision == mode
 
 
+def test_device_placement_that_accelerate_refuses_leaves_everything_as_it_was(
+    make_accelerator, mode
+):
+    accelerator, model = make_accelerator(mode), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="should be a list with 2 elements"):
+        accelerator.prepare(model, optimizer, device_placement=[True])
+    assert (type(optimizer), model.weight.dtype) == (torch.optim.SGD, torch.float32)
+    assert accelerator.mixed_precision == mode
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_sharded_model_is_cast_where_it_stands_and_trains(mode):
     """As transformers hands one over that it has sharded while it loaded it."""
