@@ -70,9 +70,8 @@ class Preparation:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         self._optimizers = _unique([*self._optimizers, *map(unwrap_optimizer, new_optimizers)])
-        for model in _unique(unwrap_model(each) for each in new_models if not is_wrapped(each)):
-            # Refuses patterns that match nothing while no optimizer has been converted.
-            torch_bf16.fp32_parameters(model, self._recipe_for(model))
+        # While no optimizer has been converted.
+        self._refuse_unmatched()
         for optimizer in self._optimizers:
             if not torch_bf16.held_optimizers(optimizer):
                 torch_bf16.convert(optimizer, self._recipe, model=self._naming_module(optimizer))
@@ -207,6 +206,25 @@ class Preparation:
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 yield optimizer, trained
 
+    def _refuse_unmatched(self) -> None:
+        """Raise if an entry of ``keep_fp32`` matches in no model, and one of them is trained."""
+        trained = [each for each in self._models if self.optimizers_of(each)]
+        # An optimizer that the user created as ours has entries of its own.
+        keys = {key: model for model in trained for key in self._own_recipe(model).keep_fp32}
+        asked = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(keys))
+        for model in self._models if keys else ():
+            for key in torch_bf16.matched_patterns(model, asked):
+                keys.pop(key, None)
+        for key, model in keys.items():
+            try:
+                torch_bf16.fp32_parameters(
+                    model, torch_bf16.get_recipe(self._recipe, keep_fp32=(key,))
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}. If another model has it, prepare that one in the same call, or first"
+                ) from None
+
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose parameter names key an optimizer's noise, or None."""
         owned = {number: m for number, m in enumerate(self._models) if trains(optimizer, m)}
@@ -218,15 +236,18 @@ class Preparation:
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
         """A model's recipe with the adapters that stay fp32, looked up before sharding."""
         if id(model) not in self._recipes:
-            # An optimizer that the user created as ours keeps its recipe, and the model follows it.
-            recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
-            recipe = next(recipes, self._recipe)
-            adapters = fp32_adapters(model)
-            keep = (*recipe.keep_fp32, *adapters)
+            recipe, adapters = self._own_recipe(model), fp32_adapters(model)
+            # What no model has was refused.
+            keep = (*torch_bf16.matched_patterns(model, recipe), *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
             if adapters:
                 self._with_fp32_adapters.append(model)
         return self._recipes[id(model)]
+
+    def _own_recipe(self, model: nn.Module) -> torch_bf16.Recipe:
+        # An optimizer that the user created as ours keeps its recipe, and the model follows it.
+        recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
+        return next(recipes, self._recipe)
 
     def _line(self, described: torch_bf16.Description) -> str:
         # The recipe's name is worth showing only if the user's optimizer brought another recipe.

@@ -32,7 +32,7 @@ from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
 from .model.cast_modules import cast_recipe
-from .model.casting import cast_model, fp32_parameters
+from .model.casting import cast_model, fp32_parameters, matched_patterns
 from .model.parameter_groups import param_groups
 from .model.remainders import sync_masters
 from .model.unconverted import warn_unconverted
@@ -106,6 +106,7 @@ __all__ = [
     "held_optimizers",
     "inside_step",
     "load_checkpoint",
+    "matched_patterns",
     "mode_from_environment",
     "monitor_from_environment",
     "options_from_environment",

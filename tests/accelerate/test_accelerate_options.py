@@ -152,6 +152,29 @@ def test_wrong_values_are_refused_at_prepare_and_leave_everything_as_it_was(
     assert type(optimizer) is torch.optim.AdamW
 
 
+def test_keep_fp32_names_a_part_of_one_model_among_several(make_accelerator, mode):
+    """As of a GAN, or beside a reference model."""
+    handler = BF16RecipeKwargs(keep_fp32=("2",))
+    accelerator = make_accelerator(mode, kwargs_handlers=[handler])
+    reference, without, model = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), network()
+    accelerator.prepare(reference)
+    optimizers = [torch.optim.SGD(each.parameters()) for each in (without, model)]
+    with pytest.raises(ValueError, match=r"'2' matches no module of Linear .* in the same call"):
+        accelerator.prepare(without, optimizers[0])
+    assert (type(optimizers[0]), without.weight.dtype) == (torch.optim.SGD, torch.float32)
+    accelerator.prepare(without, model, *optimizers)
+    kept = [p.dtype for each in (reference, without, model) for p in each.parameters()]
+    assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
+
+
+def test_keep_fp32_that_matches_nothing_is_refused_once_the_model_is_trained(make_accelerator):
+    handler = BF16RecipeKwargs(keep_fp32=("nonsense",))
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[handler])
+    model = accelerator.prepare(network())
+    with pytest.raises(ValueError, match="'nonsense' matches no module of Sequential"):
+        accelerator.prepare(torch.optim.SGD(model.parameters()))
+
+
 @pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])
 def test_accumulate_sums_in_the_format_that_was_asked_for(make_accelerator, accumulate):
     handler = BF16RecipeKwargs(accumulate=accumulate)

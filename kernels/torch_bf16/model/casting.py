@@ -40,7 +40,10 @@ from .nested_tensors import map_arguments
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
-__all__ = ["cast_model", "fp32_parameters"]
+__all__ = ["cast_model", "fp32_parameters", "matched_patterns"]
+
+_NamedModule = tuple[str, nn.Module]
+_NamedParameter = tuple[str, nn.Parameter]
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -204,6 +207,28 @@ def fp32_parameters(
     }
 
 
+def matched_patterns(
+    model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
+) -> tuple[str | type, ...]:
+    """The entries of ``recipe.keep_fp32`` that match something in a model.
+
+    :func:`cast_model` refuses the others. One recipe may be for several models, of which a part
+    alone has what an entry names: ``get_recipe(recipe, keep_fp32=...)`` with the result casts each.
+
+    Raises:
+        ValueError: ``model`` is not a module.
+
+    Example:
+        >>> recipe = get_recipe("bf16-stochastic", keep_fp32=("head", torch.nn.LayerNorm))
+        >>> matched_patterns(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 4)}), recipe)
+        ('head',)
+    """
+    check_module("matched_patterns", model)
+    modules, named = _names(model)
+    keys = get_recipe(recipe).keep_fp32
+    return tuple(key for key in keys if any(_matches(key, modules, named)))
+
+
 def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     staying = {id(p) for p in asked}
     for sub in module.modules():
@@ -288,14 +313,9 @@ def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.P
     """The modules that compute in fp32, and all parameters, theirs included, that stay in fp32."""
     in_fp32: list[nn.Module] = []
     asked: list[nn.Parameter] = []
-    modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
-    named = [(without_wrappers(name), p) for name, p in module.named_parameters()]
+    modules, named = _names(module)
     for key in (*recipe.keep_fp32, *declared_fp32(module)):
-        if isinstance(key, type):
-            matches, parameters = [sub for _, sub in modules if isinstance(sub, key)], []
-        else:
-            matches = [sub for name, sub in modules if fnmatchcase(name, key)]
-            parameters = [p for name, p in named if fnmatchcase(name, key)]
+        matches, parameters = _matches(key, modules, named)
         if not matches and not parameters:
             known = [name for name, _ in modules if name]
             what = "modules" if known else "parameters"
@@ -308,6 +328,22 @@ def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.P
         in_fp32 += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
     return in_fp32, asked
+
+
+def _names(module: nn.Module) -> tuple[list[_NamedModule], list[_NamedParameter]]:
+    modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
+    return modules, [(without_wrappers(name), p) for name, p in module.named_parameters()]
+
+
+def _matches(
+    key: str | type,
+    modules: Iterable[_NamedModule],
+    parameters: Iterable[_NamedParameter],
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    if isinstance(key, type):
+        return [sub for _, sub in modules if isinstance(sub, key)], []
+    matches = [sub for name, sub in modules if fnmatchcase(name, key)]
+    return matches, [p for name, p in parameters if fnmatchcase(name, key)]
 
 
 def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
