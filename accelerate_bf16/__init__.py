@@ -57,7 +57,8 @@ def unregister() -> None:
     """Restore everything that :func:`register` has replaced in Accelerate, transformers and peft.
 
     Models and optimizers that were already prepared stay as they are, and so does anything that
-    another library has replaced on top of ours. :func:`register` makes the modes known again.
+    another library has replaced on top of ours. An Accelerator that was made in a mode prepares
+    nothing more, as it would in fp32. :func:`register` makes the modes known again.
 
     Example:
         >>> import accelerate_bf16

@@ -17,6 +17,7 @@ from bf16_autoload import Patches
 
 from .deepspeed import attach, schedulers, uses_deepspeed
 from .fsdp import separate_groups
+from .unregistered import LIVING
 
 __all__ = [
     "add_mixed_precision",
@@ -78,6 +79,8 @@ def init(original: Any) -> Any:
         first = not AcceleratorState._shared_state
         original(*bound.args, **bound.kwargs)
         found = self._bf16_named_mode = self.state._mixed_precision
+        if canonical(found):
+            LIVING.add(self)
         if options:
             if canonical(found) is None:
                 if first:
@@ -93,7 +96,7 @@ def init(original: Any) -> Any:
 
 
 def add_mixed_precision(module: Any, patches: Patches) -> None:
-    """Let the mode's name equal "bf16" when scripts compare it."""
+    """Let the mode's name equal "bf16" when scripts compare it, until all is put back."""
     stock = module.Accelerator.mixed_precision
     if getattr(stock.fget, "_replaced_by", None) is patches:
         return
@@ -110,6 +113,8 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
 
     mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
     patches.set(module.Accelerator, "mixed_precision", property(mixed_precision))
+    LIVING.restore()
+    patches.keep(LIVING)
 
 
 @_in_our_modes

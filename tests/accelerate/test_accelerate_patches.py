@@ -169,6 +169,36 @@ def test_after_unregister_every_class_is_as_stock_and_register_brings_all_back(t
     assert done.stdout == "True [] 1 0\nTrue\nFalse\n", done.stdout + done.stderr
 
 
+LIVING = """
+import accelerate, torch
+import accelerate_bf16
+
+def prepared(accelerator):
+    model = torch.nn.Linear(2, 2)
+    try:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    except RuntimeError as error:
+        return str(error)[:63], model.weight.dtype
+    return str(accelerator.mixed_precision), model.weight.dtype
+
+accelerator = accelerate.Accelerator(mixed_precision="bf16-stochastic", cpu=True)
+accelerate_bf16.unregister()
+print(*prepared(accelerator))
+print(*prepared(accelerate.Accelerator()))
+accelerate_bf16.register()
+print(*prepared(accelerator))
+"""
+
+
+def test_an_accelerator_does_not_train_in_fp32_once_its_mode_was_unregistered(tmp_path):
+    done = run([sys.executable, "-c", LIVING], tmp_path)
+    assert done.stdout.splitlines() == [
+        "this Accelerator was made for mixed_precision='bf16-stochastic' torch.float32",
+        "no torch.float32",
+        "bf16-stochastic torch.bfloat16",
+    ], done.stdout + done.stderr
+
+
 def test_every_replacement_stands_in_the_readme_and_is_waited_for():
     listed = (Path(_patches.__file__).parent / "README.md").read_text()
     for paths in _patches.REPLACED.values():
