@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable
-from contextlib import suppress
 
 import torch
+from accelerate.state import PartialState
 
 import torch_bf16
 
 from .optimizers import converted_optimizers
+from .report import show
 
 __all__ = ["metrics_of", "watch"]
 
+_refused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
 
 def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0."""
+    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0.
+
+    One that releases gradients gets none, which is said if ``BF16_MONITOR`` is set.
+    """
     every = torch_bf16.monitor_from_environment()
     for optimizer in converted_optimizers(optimizers) if every else ():
-        if not any(isinstance(each, _Monitor) for each in optimizer.observers):
-            # Refused if gradients are released: steps then run inside backward, one by one.
-            with suppress(ValueError):
-                _Monitor(optimizer, every=every)
+        if any(isinstance(each, _Monitor) for each in optimizer.observers):
+            continue
+        try:
+            _Monitor(optimizer, every=every)
+        except ValueError as error:
+            asked = os.environ.get("BF16_MONITOR", "").strip()
+            if asked and optimizer not in _refused and PartialState().is_main_process:
+                _refused.add(optimizer)
+                kind = type(optimizer).__name__
+                show(f"BF16_MONITOR={asked} logs no figures of {kind}: {error}")
 
 
 def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:

@@ -12,6 +12,8 @@ from accelerate.tracking import GeneralTracker
 from tiny_llm import llama, sequences
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from accelerate_bf16 import BF16RecipeKwargs
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -66,6 +68,19 @@ def test_metrics_of_each_look_are_logged_once_with_the_scripts_own(
     assert values["bf16/skipped_steps"] == 0
     expected = 1.0 if mode == "bf16-fp32-master" else pytest.approx(1.0, abs=0.2)
     assert values["bf16/survived/up"] == expected
+
+
+def test_a_monitor_that_was_asked_for_and_cannot_be_is_said_once(
+    make_accelerator, model, notes, monkeypatch, caplog
+):
+    released = [BF16RecipeKwargs(release_gradients=True)]
+    accelerator = make_accelerator("bf16-stochastic", log_with=notes, kwargs_handlers=released)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert "BF16_MONITOR" not in caplog.text
+    monkeypatch.setenv("BF16_MONITOR", "5")
+    for _ in range(2):
+        accelerator.prepare(*accelerator._models, *accelerator._optimizers)
+    assert caplog.text.count("BF16_MONITOR=5 logs no figures of SGD: the optimizer's steps") == 1
 
 
 def test_each_of_two_optimizers_has_its_number(
