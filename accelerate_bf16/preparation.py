@@ -92,7 +92,8 @@ class Preparation:
                         model,
                         f"The model was prepared with mixed_precision={self.mode!r}: give the "
                         "optimizer to accelerator.prepare, too",
-                    )
+                    ),
+                    model,
                 )
                 if not was_prepared or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)

@@ -30,6 +30,7 @@ import os
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -195,6 +196,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
+        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def replace(self, module: ModuleType, path: str, make: Callable[[Any], Any]) -> None:
         """Replace a method of a class, or a function wherever it was imported by name; once.
@@ -240,12 +242,23 @@ class Patches:
         items.append(value)
         self._undo.append(functools.partial(items.remove, value))
 
-    def keep(self, handle: Any) -> None:
-        """Keep the handle of a hook, to remove the hook on :meth:`undo`."""
-        self._undo.append(handle.remove)
+    def keep(self, handle: Any, owner: Any = None) -> None:
+        """Keep the handle of a hook, to remove the hook on :meth:`undo`.
+
+        Args:
+            handle: has a method ``remove()``.
+            owner: what the hook is for; its last handle is kept, for as long as it lives.
+        """
+        if owner is None:
+            self._undo.append(handle.remove)
+        else:
+            self._handles[owner] = handle
 
     def undo(self) -> None:
         """Undo all changes, the last one first."""
+        for handle in list(self._handles.values()):
+            handle.remove()
+        self._handles.clear()
         while self._undo:
             self._undo.pop()()
 

@@ -122,7 +122,7 @@ class PrecisionMixin(_Base):
         self.cast(module)
         self.carry_autocast(module)
         if all(ref() is not module for ref in self._modules):
-            _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice))
+            _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice), module)
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from launching import run
 
 from accelerate_bf16 import _patches
@@ -106,6 +108,35 @@ def test_a_temporary_value_goes_when_the_block_raises():
         state.fail()
     assert state.mode == "bf16"
     assert not vars(state)
+
+
+def test_handles_of_hooks_go_with_what_they_are_for():
+    class Handle:
+        removed = 0
+
+        def remove(self):
+            Handle.removed += 1
+
+    patches, living = Patches(), Host()
+    for owner in (living, living, Host()):
+        patches.keep(Handle(), owner)
+    del owner
+    patches.undo()
+    patches.undo()
+    assert Handle.removed == 1
+
+
+def test_preparing_adds_nothing_that_outlives_the_model(make_accelerator, mode):
+    def sizes():
+        gc.collect()
+        return len(_patches.patches._undo), len(_patches.patches._handles)
+
+    accelerator, before = make_accelerator(mode), sizes()
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert sizes() == (before[0], before[1] + 1)
+    accelerator.free_memory()
+    del model
+    assert sizes() == before
 
 
 STOCK = """
