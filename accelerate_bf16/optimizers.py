@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import torch_bf16
 
-__all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
+__all__ = ["converted_optimizers", "parameters_of", "trains", "unwrap_optimizer"]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -21,7 +21,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     ours = torch_bf16.held_optimizers(optimizer)
-    same = len(ours) == 1 and _parameters_of(ours[0]) == _parameters_of(optimizer)
+    same = len(ours) == 1 and parameters_of(ours[0]) == parameters_of(optimizer)
     return ours[0] if same else optimizer
 
 
@@ -32,8 +32,9 @@ def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF1
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates a parameter of a model."""
-    return not _parameters_of(optimizer).isdisjoint(model.parameters())
+    return not parameters_of(optimizer).isdisjoint(model.parameters())
 
 
-def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    """All parameters of an optimizer."""
     return {p for group in optimizer.param_groups for p in group["params"]}

@@ -16,7 +16,7 @@ import torch_bf16
 from ._patches import patches
 from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
-from .optimizers import converted_optimizers, trains, unwrap_optimizer
+from .optimizers import converted_optimizers, parameters_of, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
@@ -33,6 +33,8 @@ class Preparation:
         prepared_optimizers: optimizers that were prepared before; they may own the parameters of a
             new model.
         options: replace fields of the mode's recipe.
+        other_models: wrapped models that were freed, or prepared by other Accelerators; a new
+            optimizer may own their parameters, too.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Preparation:
         prepared_models: Iterable[nn.Module] = (),
         prepared_optimizers: Iterable[Optimizer] = (),
         options: BF16RecipeKwargs | None = None,
+        other_models: Sequence[nn.Module] = (),
     ) -> None:
         self.mode = mode
+        self._other_models = other_models
         self._options = options or BF16RecipeKwargs()
         self._recipe = self._options.recipe(mode)
         self._models = _unique(map(unwrap_model, prepared_models))
@@ -69,7 +73,13 @@ class Preparation:
             if not is_wrapped(model) or torch.bfloat16 not in dtypes:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
-        self._optimizers = _unique([*self._optimizers, *map(unwrap_optimizer, new_optimizers)])
+        optimizers = list(map(unwrap_optimizer, new_optimizers))
+        if homeless := set().union(*map(parameters_of, optimizers)):
+            homeless.difference_update(*(each.parameters() for each in self._models))
+            others = map(unwrap_model, self._other_models)
+            found = [each for each in others if not homeless.isdisjoint(each.parameters())]
+            self._models = _unique([*self._models, *found])
+        self._optimizers = _unique([*self._optimizers, *optimizers])
         # While no optimizer has been converted.
         self._refuse_unmatched()
         for optimizer in self._optimizers:
@@ -164,7 +174,9 @@ class Preparation:
             torch_bf16.end_releases(parameters, keep=self._optimizers)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
-            models = [each for each in wrapped if unwrap_model(each) in bare_models]
+            # The last wrapper of each, the accelerator's own if it has one.
+            by_model = {id(unwrap_model(each)): each for each in (*self._other_models, *wrapped)}
+            models = [by_model[id(each)] for each in bare_models if id(each) in by_model]
             if not models:
                 continue
             model = models[0] if len(models) == 1 else nn.ModuleList(models)
@@ -192,7 +204,7 @@ class Preparation:
             if not any(trains(optimizer, each) for each in self._models):
                 yield (
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
-                    "no prepared model; they become bf16 when their model is prepared"
+                    "no prepared model; prepare that, too: its weights become bf16 then"
                 )
         for model in untrained:
             # A reference model, for example, which has neither moments nor gradients.

@@ -164,6 +164,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         for model in prepared:
             models.carry_autocast(model, accelerator, preparation.compute_for(model))
         wrapped.update(prepared)
+        _every_wrapped.update(prepared)
         return result
 
 
@@ -189,6 +190,7 @@ def prepare_model(
         models.sync_masters(prepared, getattr(plugin, "sync_module_states", False))
         refusals.refuse_left_behind(mode, trained_by)
         _wrapped_models(accelerator).add(prepared)
+        _every_wrapped.add(prepared)
         return prepared
 
 
@@ -323,7 +325,11 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
 
     _refuse(accelerator, mode)
     _current = Preparation(
-        mode, accelerator._models, accelerator._optimizers, options_of(accelerator)
+        mode,
+        accelerator._models,
+        accelerator._optimizers,
+        options_of(accelerator),
+        list(_every_wrapped),
     )
     try:
         with Patches() as patches:
@@ -374,3 +380,7 @@ class _Models(weakref.WeakSet):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
+
+
+_every_wrapped = _Models()
+"""Those of all Accelerators, and those that an Accelerator has freed."""

@@ -195,6 +195,23 @@ def test_accumulate_sums_in_the_format_that_was_asked_for(make_accelerator, accu
     assert_summed(gradient, accumulate)
 
 
+@pytest.mark.parametrize("freed", [True, False])
+def test_an_optimizer_alone_gets_the_options_of_a_model_prepared_before(make_accelerator, freed):
+    """By the same Accelerator, which may have freed it, or by another one."""
+    handler = BF16RecipeKwargs(release_gradients=True, release_max_norm=1.0)
+    first = make_accelerator("bf16-stochastic", kwargs_handlers=[handler] if freed else [])
+    model = first.prepare(network())
+    if freed:
+        first.free_memory()
+    second = first if freed else make_accelerator(kwargs_handlers=[handler])
+    before = [p.detach().float() for p in model.parameters()]
+    optimizer = second.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    second.backward(1000 * model(torch.ones(4, 8)).square().mean())
+    optimizer.step()
+    moved = [(p.detach() - old).norm() for p, old in zip(model.parameters(), before, strict=True)]
+    assert max(moved).item() == pytest.approx(1.0, abs=0.02)
+
+
 def test_released_gradients_train_the_same_bits(make_accelerator):
     ends = []
     for release in (False, True):

@@ -294,7 +294,7 @@ def test_an_optimizer_without_a_prepared_model_is_said_to_be_one(make_accelerato
     accelerator.prepare(torch.optim.AdamW(model.parameters()))
     accelerator.prepare(model)
     first, second = [record.getMessage() for record in caplog.records]
-    assert "AdamW holds parameters of no prepared model; they become bf16 when" in first
+    assert "AdamW holds parameters of no prepared model; prepare that, too" in first
     assert "497 parameters (465 bfloat16, 32 float32)" in second
 
 
