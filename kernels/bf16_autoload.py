@@ -107,9 +107,7 @@ def _names_a_mode() -> bool:
 
 
 def resembles_a_mode(value: str) -> bool:
-    """Whether a value of ``mixed_precision`` is a mode of ours, or a misspelt one.
-
-    Accelerate itself would train in fp32 under both without a word.
+    """Whether Accelerate's ``mixed_precision`` is a mode of ours, or a misspelt one.
 
     Example:
         >>> [resembles_a_mode(each) for each in ("BF16_stochastic", "fp32-master", "bf16", "fp32")]
@@ -242,23 +240,14 @@ class Patches:
         items.append(value)
         self._undo.append(functools.partial(items.remove, value))
 
-    def keep(self, handle: Any, owner: Any = None) -> None:
-        """Keep the handle of a hook, to remove the hook on :meth:`undo`.
-
-        Args:
-            handle: has a method ``remove()``.
-            owner: what the hook is for; its last handle is kept, for as long as it lives.
-        """
-        if owner is None:
-            self._undo.append(handle.remove)
-        else:
-            self._handles[owner] = handle
+    def keep(self, handle: Any, owner: Any) -> None:
+        """Keep the last handle of an owner's hook, while that lives, for :meth:`undo`."""
+        self._handles[owner] = handle
 
     def undo(self) -> None:
         """Undo all changes, the last one first."""
-        for handle in list(self._handles.values()):
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.popitem()[1].remove()
         while self._undo:
             self._undo.pop()()
 

@@ -114,7 +114,7 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
     mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
     patches.set(module.Accelerator, "mixed_precision", property(mixed_precision))
     LIVING.restore()
-    patches.keep(LIVING)
+    patches.keep(LIVING, LIVING)
 
 
 @_in_our_modes
