@@ -47,7 +47,7 @@ class Living:
 LIVING = Living()
 
 
-def _refuse(mode: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse(mode: str | None, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
         f"this Accelerator was made for mixed_precision={mode!r}, and accelerate_bf16.unregister() "
         "has taken that mode from Accelerate, which would train in fp32 instead. Call "
