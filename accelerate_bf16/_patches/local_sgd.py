@@ -11,20 +11,24 @@ __all__ = ["sync_and_avg_model_params"]
 
 
 def sync_and_avg_model_params(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Average exact weights, and parameters without an optimizer of ours, as they are."""
+    """Average exact weights one by one; parameters without an optimizer of ours, as before."""
 
     def _sync_and_avg_model_params(sgd: Any) -> None:
         accelerator = sgd.accelerator
         if mode_of(accelerator) is None:
             original(sgd)
             return
-        import torch_bf16
         from accelerate_bf16.optimizers import converted_optimizers
 
-        accelerator.wait_for_everyone()
         optimizers = converted_optimizers(accelerator._optimizers)
-        with torch_bf16.exact_weights(sgd.model, *optimizers) as weights:
-            for name, weight in weights.items():
-                weights[name] = accelerator.reduce(weight, reduction="mean")
+        owners = {p: each for each in optimizers for g in each.param_groups for p in g["params"]}
+        accelerator.wait_for_everyone()
+        for parameter in sgd.model.parameters():
+            owner = owners.get(parameter)
+            if owner is None:
+                parameter.data = accelerator.reduce(parameter.data, reduction="mean")
+            else:
+                mean = accelerator.reduce(owner.exact_weight(parameter), reduction="mean")
+                owner.set_exact_weight(parameter, mean)
 
     return _sync_and_avg_model_params
