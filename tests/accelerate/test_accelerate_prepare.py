@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from accelerate.utils import AutocastKwargs, find_executable_batch_size
+from foreign_cases import sparse_and_dense
 from torch import nn
 
 import accelerate_bf16
@@ -107,8 +108,7 @@ def test_optimizer_that_cannot_be_converted_raises_and_leaves_all_usable(
 def test_an_optimizer_of_fp32_parameters_stays_as_it_is(make_accelerator):
     options = accelerate_bf16.BF16RecipeKwargs(keep_fp32=("0",), compute="fp32")
     accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[options])
-    net = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
-    sparse, dense = torch.optim.SparseAdam([net[0].weight]), torch.optim.AdamW(net[1].parameters())
+    net, (sparse, dense) = sparse_and_dense()
     model, *wrapped = accelerator.prepare(net, sparse, dense)
     accelerator.backward(model(torch.tensor([1])).square().mean())
     for each in wrapped:

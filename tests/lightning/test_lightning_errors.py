@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from foreign_cases import sparse_and_dense
 from lightning_models import batches, host, make_module, make_trainer
 
 import lightning_bf16
@@ -50,8 +51,7 @@ def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
 
 
 def test_fabric_leaves_an_optimizer_of_fp32_parameters_as_it_is(fabric_package):
-    net = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
-    sparse, dense = torch.optim.SparseAdam([net[0].weight]), torch.optim.AdamW(net[1].parameters())
+    net, (sparse, dense) = sparse_and_dense()
     family = fabric_package.__name__.rpartition(".")[2]
     plugin = host(f"lightning_bf16.{family}").BF16Precision(keep_fp32=["0"], compute="fp32")
     fabric = fabric_package.Fabric(accelerator="cpu", plugins=[plugin])

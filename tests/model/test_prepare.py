@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from foreign_cases import sparse_and_dense
 from torch import nn
 
 import torch_bf16
@@ -52,8 +53,7 @@ def test_several_optimizers_ours_and_others_in_one_call():
 
 def test_an_optimizer_that_cannot_be_converted_may_train_what_stays_fp32():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
-    pair = torch.optim.SparseAdam(model[0].parameters()), torch.optim.AdamW(model[1].parameters())
+    model, pair = sparse_and_dense()
     with pytest.raises(NotImplementedError, match="SparseAdam cannot be converted"):
         prepare(model, pair)
     assert {p.dtype for p in model.parameters()} == {torch.float32}

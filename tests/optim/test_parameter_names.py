@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from optimizer_cases import take_steps
 from torch import nn
 
 import torch_bf16
@@ -18,15 +19,8 @@ def trained():
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW([*model[1:].parameters()], lr=1e-5)
     torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
-    step(optimizer)
+    take_steps(optimizer, [0])
     return model, optimizer
-
-
-def step(optimizer):
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
 
 
 def names(optimizer):
@@ -46,8 +40,7 @@ def test_a_parameter_leaves_its_group(trained, steps, tmp_path):
     out, kept = optimizer.param_groups[0]["params"]
     del optimizer.state[out]
     optimizer.param_groups[0]["params"] = [kept]
-    for _ in range(steps):
-        step(optimizer)
+    take_steps(optimizer, range(steps))
     left = optimizer.exact_weight(kept)
     assert names(optimizer) == [["2.weight"]]
     assert torch.equal(exported(model, optimizer, tmp_path)["2.weight"], left)
@@ -58,8 +51,7 @@ def test_a_parameter_is_added(trained, steps, tmp_path):
     model, optimizer = trained
     first = model[0].weight.requires_grad_(True)
     optimizer.add_param_group({"params": [first]})
-    for _ in range(steps):
-        step(optimizer)
+    take_steps(optimizer, range(steps))
     assert names(optimizer) == [["1.weight", "2.weight"], ["0.weight"]]
     if steps:
         weights = exported(model, optimizer, tmp_path)
@@ -70,7 +62,7 @@ def test_parameters_change_places(trained):
     _, optimizer = trained
     noise = optimizer._engine.names.key(optimizer.param_groups, 0, 1)
     optimizer.param_groups[0]["params"].reverse()
-    step(optimizer)
+    take_steps(optimizer, [1])
     assert names(optimizer) == [["2.weight", "1.weight"]]
     assert optimizer._engine.names.key(optimizer.param_groups, 0, 0) == noise == "2.weight"
 
@@ -79,7 +71,7 @@ def test_a_copy_has_the_names_of_its_own_parameters(trained):
     model, optimizer = trained
     _, other = copy.deepcopy((model, optimizer))
     del other.state[other.param_groups[0]["params"].pop(0)]
-    step(other)
+    take_steps(other, [1])
     assert names(other) == [["2.weight"]]
     assert names(optimizer) == [["1.weight", "2.weight"]]
 
@@ -87,5 +79,5 @@ def test_a_copy_has_the_names_of_its_own_parameters(trained):
 def test_a_parameter_that_has_left_can_be_freed(trained):
     _, optimizer = trained
     del optimizer.state[optimizer.param_groups[0]["params"].pop(0)]
-    step(optimizer)
+    take_steps(optimizer, [1])
     assert len(optimizer._engine.names.given) == 1

@@ -4,9 +4,17 @@ import copy
 from collections import deque
 
 import torch
+from torch import nn
 
 import torch_bf16
 from torch_bf16 import convert
+
+
+def sparse_and_dense():
+    """A network; SparseAdam, which is not convertible, for its embedding, AdamW for the rest."""
+    net = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
+    sparse, dense = torch.optim.SparseAdam([net[0].weight]), torch.optim.AdamW(net[1].parameters())
+    return net, (sparse, dense)
 
 
 def unknown(kind, **options):
