@@ -76,6 +76,7 @@ class Preparation:
         optimizers = list(map(unwrap_optimizer, new_optimizers))
         if homeless := set().union(*map(parameters_of, optimizers)):
             homeless.difference_update(*(each.parameters() for each in self._models))
+        if homeless:
             others = map(unwrap_model, self._other_models)
             found = [each for each in others if not homeless.isdisjoint(each.parameters())]
             self._models = _unique([*self._models, *found])
