@@ -63,11 +63,12 @@ class Preparation:
         Optimizers come first, while nothing has been changed: if one cannot be converted, the
         models stay in fp32. Existing state is converted at the optimizer's next step.
         """
-        self.convert(new_models, new_optimizers)
+        self.take(new_models, new_optimizers)
+        self.convert()
         self.cast(new_models)
 
-    def convert(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
-        """Convert optimizers, the first half of :meth:`run`; fp32 models can then be sharded."""
+    def take(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
+        """Take note of what is prepared, or refuse it; nothing of it is changed."""
         for model in new_models:
             dtypes = {p.dtype for p in unwrap_model(model).parameters()}
             if not is_wrapped(model) or torch.bfloat16 not in dtypes:
@@ -81,17 +82,22 @@ class Preparation:
             found = [each for each in others if not homeless.isdisjoint(each.parameters())]
             self._models = _unique([*self._models, *found])
         self._optimizers = _unique([*self._optimizers, *optimizers])
-        # While no optimizer has been converted.
         self._refuse_unmatched()
-        for optimizer in self._optimizers:
-            if not torch_bf16.held_optimizers(optimizer):
-                torch_bf16.convert(optimizer, self._recipe, model=self._naming_module(optimizer))
-                # One that trains only fp32 parameters may have stayed as it was.
-                if torch_bf16.held_optimizers(optimizer):
-                    self._converted.append(optimizer)
+        for optimizer, module in self._unconverted():
+            torch_bf16.refuse_unconvertible(optimizer, self._recipe, model=module)
+        for model in (unwrap_model(each) for each in new_models if not is_wrapped(each)):
+            torch_bf16.fp32_parameters(model, self._recipe_for(model))  # as the cast will
+
+    def convert(self) -> None:
+        """Convert optimizers, the second part of :meth:`run`; fp32 models can then be sharded."""
+        for optimizer, module in self._unconverted():
+            torch_bf16.convert(optimizer, self._recipe, model=module)
+            # One that trains only fp32 parameters may have stayed as it was.
+            if torch_bf16.held_optimizers(optimizer):
+                self._converted.append(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
-        """Cast models, the second half of :meth:`run`."""
+        """Cast models, the last part of :meth:`run`."""
         for model in _unique(each for each in new_models if not is_wrapped(each)):
             was_prepared = getattr(model, "_is_accelerate_prepared", False)
             model = unwrap_model(model)
@@ -135,7 +141,8 @@ class Preparation:
         for model in new_models:
             fp32 |= torch_bf16.fp32_parameters(model, self._recipe)
         refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
-        self.convert(new_models, new_optimizers)
+        self.take(new_models, new_optimizers)
+        self.convert()
         for optimizer in self._optimizers:
             torch_bf16.separate_vectors(optimizer, schedulers)
 
@@ -219,6 +226,11 @@ class Preparation:
             trained = [each for each in self._models if ours and trains(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 yield optimizer, trained
+
+    def _unconverted(self) -> list[tuple[Any, nn.Module | None]]:
+        """Optimizers that nothing has converted yet, with the modules that name their noise."""
+        new = [each for each in self._optimizers if not torch_bf16.held_optimizers(each)]
+        return [(each, self._naming_module(each)) for each in new]
 
     def _refuse_unmatched(self) -> None:
         """Raise if an entry of ``keep_fp32`` matches in no model, and one of them is trained."""

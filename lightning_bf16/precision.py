@@ -213,9 +213,12 @@ class PrecisionMixin(_Base):
             own = [each for each in unconverted if module is not None and _owns(module, each)]
             if module is not None and own:
                 torch_bf16.prepare(module, own, self.recipe)
-            for each in unconverted:
-                if each not in own:
-                    torch_bf16.convert(each, self.recipe, model=self._owner(each))
+            others = [(each, self._owner(each)) for each in unconverted if each not in own]
+            # All of them, before one is converted.
+            for each, owner in others:
+                torch_bf16.refuse_unconvertible(each, self.recipe, model=owner)
+            for each, owner in others:
+                torch_bf16.convert(each, self.recipe, model=owner)
         except (NotImplementedError, ValueError) as error:
             cast = any(
                 p.dtype == torch.bfloat16 for each in unconverted for p in parameters_of(each)

@@ -156,8 +156,10 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         # sends them to the others.
         wrapped = _wrapped_models(accelerator)
         new = [each for each in passed_models if each not in wrapped]
-        preparation.convert(passed_models, optimizers)
-        with separate_groups(preparation.fp32_groups(new)):
+        preparation.take(passed_models, optimizers)
+        groups = preparation.fp32_groups(new)
+        preparation.convert()
+        with separate_groups(groups):
             result = original(accelerator, *args, **kwargs)
         prepared = [each for each in accelerator._models if each not in wrapped]
         preparation.cast(map(models.unwrap_model, prepared))

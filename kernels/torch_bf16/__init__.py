@@ -21,6 +21,7 @@ from .environment import (
 )
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .foreign.convert import convert
+from .foreign.convertible import refuse_unconvertible
 from .gradients.accumulation import accumulate_gradients
 from .gradients.clipping import clip_grad_norm_, clip_next_step, refuse_released, total_norm
 from .gradients.release import release_gradients
@@ -115,6 +116,7 @@ __all__ = [
     "reduce_gradients",
     "refuse_released",
     "refuse_replaced",
+    "refuse_unconvertible",
     "release_gradients",
     "release_options",
     "save_checkpoint",

@@ -208,8 +208,10 @@ def what_would_be_fp32_beside_bf16_in_one_group_is_refused():
     handler = BF16RecipeKwargs(keep_fp32=("1.scale",))
     plugin = {"auto_wrap_policy": None}
     made = accelerator("bf16-stochastic", plugin=plugin, kwargs_handlers=[handler])
+    optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(NotImplementedError, match=r"'1.scale' in float32 beside bfloat16"):
-        made.prepare(model, torch.optim.AdamW(model.parameters()))
+        made.prepare(model, optimizer)
+    assert type(optimizer) is torch.optim.AdamW
     assert {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, torch.float32)}
 
 

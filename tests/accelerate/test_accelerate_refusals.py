@@ -53,6 +53,18 @@ def test_device_placement_that_accelerate_refuses_leaves_everything_as_it_was(
     assert accelerator.mixed_precision == mode
 
 
+@pytest.mark.parametrize("refused", ["optimizer", "model"])
+def test_what_is_refused_beside_another_leaves_both_as_they_were(make_accelerator, mode, refused):
+    accelerator = make_accelerator(mode)
+    first, second = nn.Linear(2, 2), nn.LazyLinear(2) if refused == "model" else nn.Linear(2, 2)
+    second_class = torch.optim.LBFGS if refused == "optimizer" else torch.optim.SGD
+    optimizers = [torch.optim.SGD(first.parameters()), second_class(second.parameters())]
+    with pytest.raises((NotImplementedError, ValueError), match=r"LBFGS cannot|not initialised"):
+        accelerator.prepare(first, second, *optimizers)
+    assert [type(each) for each in optimizers] == [torch.optim.SGD, second_class]
+    assert {p.dtype for p in (*first.parameters(), *second.parameters())} == {torch.float32}
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_sharded_model_is_cast_where_it_stands_and_trains(mode):
     """As transformers hands one over that it has sharded while it loaded it."""

@@ -155,6 +155,15 @@ def test_an_unsupported_optimizer_is_refused_at_setup(fabric):
         fabric.setup(model, torch.optim.LBFGS(model.parameters()))
 
 
+def test_an_optimizer_that_is_refused_leaves_the_one_beside_it_as_it_was(fabric):
+    module = fabric.setup_module(network())
+    classes = [torch.optim.SGD, torch.optim.LBFGS]
+    optimizers = [each(module.parameters()) for each in classes]
+    with pytest.raises(NotImplementedError, match="LBFGS cannot be converted"):
+        fabric.setup_optimizers(*optimizers)
+    assert [type(each) for each in optimizers] == classes
+
+
 def test_other_precisions_of_fabric_are_left_alone(fabric_package, fabric):
     fabric.setup(*made())
     stock = fabric_package.Fabric(accelerator="cpu", devices=1, precision="32-true")

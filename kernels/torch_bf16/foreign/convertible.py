@@ -20,7 +20,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from torch_bf16.optim.sgd import SGD
 from torch_bf16.optim.validation import check_group, check_options, check_real
-from torch_bf16.recipe import Recipe
+from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding.zero_redundancy import is_zero
 
@@ -36,6 +36,7 @@ __all__ = [
     "check_roles",
     "check_same",
     "fused_class",
+    "refuse_unconvertible",
 ]
 
 _FORMATS = tuple(f.name for f in dataclasses.fields(Recipe) if f.compare and f.name != "name")
@@ -141,6 +142,24 @@ def check_conversion(
             check_real(group, number, target.__name__, given)
     ours = target or foreign_class(type(optimizer))
     return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
+
+
+def refuse_unconvertible(
+    optimizer: torch.optim.Optimizer, recipe: str | Recipe, *, model: nn.Module | None = None
+) -> None:
+    """Refuse what :func:`torch_bf16.convert` would, and change nothing.
+
+    For programs that convert several optimizers and want to convert all of them or none.
+
+    Args:
+        optimizer: the optimizer that is to be converted.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        model: the module that owns the parameters.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`torch_bf16.convert` does.
+    """
+    check_conversion("convert", optimizer, get_recipe(recipe), model)
 
 
 def _stays_fp32(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Module) -> bool:

@@ -92,13 +92,6 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     to_fp32 = {id(p): p for p in asked if _is_narrow(p)}
     to_bf16, in_bf16 = {}, set()
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(
-                f"parameter {name!r} is not initialised yet and would come out as float32. Give it "
-                "its shape before the model is cast: run the module once on made-up input, with "
-                "hosts at the end of its __init__, or name the number of its inputs "
-                "(LazyLinear(8) -> Linear(16, 8))"
-            )
         if id(parameter) in staying or not _is_plain(parameter):
             continue
         if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
@@ -190,7 +183,8 @@ def fp32_parameters(
     """The parameters that are fp32 after :func:`cast_model`, by name.
 
     Raises:
-        ValueError: ``model`` is not a module, or a pattern of ``keep_fp32`` matches nothing.
+        ValueError: ``model`` is not a module, a parameter is lazy, or a pattern of ``keep_fp32``
+            matches nothing.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -292,6 +286,17 @@ def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> No
             )
 
 
+def _check_initialised(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} is not initialised yet and would come out as float32. Give it "
+                "its shape before the model is cast: run the module once on made-up input, with "
+                "hosts at the end of its __init__, or name the number of its inputs "
+                "(LazyLinear(8) -> Linear(16, 8))"
+            )
+
+
 def _trains_on_cpu(module: nn.Module) -> bool:
     # If there is a GPU, a model that is on the CPU now may be on its way there.
     return not torch.accelerator.is_available() and any(
@@ -311,6 +316,7 @@ def _is_narrow(parameter: Tensor) -> bool:
 
 def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The modules that compute in fp32, and all parameters, theirs included, that stay in fp32."""
+    _check_initialised(module)
     in_fp32: list[nn.Module] = []
     asked: list[nn.Parameter] = []
     modules, named = _names(module)
