@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import torch_bf16
 
-__all__ = ["converted_optimizers", "parameters_of", "trains", "unwrap_optimizer"]
+__all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -21,8 +21,8 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     ours = torch_bf16.held_optimizers(optimizer)
-    same = len(ours) == 1 and parameters_of(ours[0]) == parameters_of(optimizer)
-    return ours[0] if same else optimizer
+    parameters = [set(torch_bf16.parameters_of(each)) for each in (*ours, optimizer)]
+    return ours[0] if len(ours) == 1 and parameters[0] == parameters[1] else optimizer
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
@@ -32,9 +32,4 @@ def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF1
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates a parameter of a model."""
-    return not parameters_of(optimizer).isdisjoint(model.parameters())
-
-
-def parameters_of(optimizer: Optimizer) -> set[Tensor]:
-    """All parameters of an optimizer."""
-    return {p for group in optimizer.param_groups for p in group["params"]}
+    return not set(torch_bf16.parameters_of(optimizer)).isdisjoint(model.parameters())

@@ -16,7 +16,7 @@ import torch_bf16
 from ._patches import patches
 from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
-from .optimizers import converted_optimizers, parameters_of, trains, unwrap_optimizer
+from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
@@ -75,7 +75,7 @@ class Preparation:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         optimizers = list(map(unwrap_optimizer, new_optimizers))
-        if homeless := set().union(*map(parameters_of, optimizers)):
+        if homeless := set().union(*map(torch_bf16.parameters_of, optimizers)):
             homeless.difference_update(*(each.parameters() for each in self._models))
         if homeless:
             others = map(unwrap_model, self._other_models)

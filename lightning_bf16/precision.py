@@ -20,7 +20,7 @@ from . import _patches
 from ._patches.fp32_outputs import to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
-__all__ = ["PrecisionMixin", "parameters_of"]
+__all__ = ["PrecisionMixin"]
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -207,7 +207,7 @@ class PrecisionMixin(_Base):
             and not isinstance(each, torch_bf16.BF16Optimizer)
             and not is_placeholder(each)
             # An optimizer of complex parameters only, for example, has nothing to train in bf16.
-            and any(p.is_floating_point() for p in parameters_of(each))
+            and any(p.is_floating_point() for p in torch_bf16.parameters_of(each))
         ]
         try:
             own = [each for each in unconverted if module is not None and _owns(module, each)]
@@ -221,7 +221,9 @@ class PrecisionMixin(_Base):
                 torch_bf16.convert(each, self.recipe, model=owner)
         except (NotImplementedError, ValueError) as error:
             cast = any(
-                p.dtype == torch.bfloat16 for each in unconverted for p in parameters_of(each)
+                p.dtype == torch.bfloat16
+                for each in unconverted
+                for p in torch_bf16.parameters_of(each)
             )
             # A ValueError is about an option, of the plugin or the optimizer, and says what works.
             unchanged = (
@@ -242,7 +244,9 @@ class PrecisionMixin(_Base):
             module = self._owner(optimizer)
             if module is not None:
                 # Of several, each counts its own parameters; one counts the frozen ones, too.
-                own = ParameterList(parameters_of(optimizer)) if len(ours) > 1 else module
+                own = (
+                    ParameterList(torch_bf16.parameters_of(optimizer)) if len(ours) > 1 else module
+                )
                 rank_zero_info(str(torch_bf16.describe(own, optimizer)))
 
     def setup_gradients(self, module: Module, optimizers: Iterable[Any]) -> None:
@@ -253,7 +257,7 @@ class PrecisionMixin(_Base):
             optimizers: its optimizers; releases by earlier optimizers of the same parameters end.
         """
         ours = [each for each in optimizers if torch_bf16.held_optimizers(each)]
-        torch_bf16.end_releases(chain(*map(parameters_of, ours)), keep=ours)
+        torch_bf16.end_releases(chain(*map(torch_bf16.parameters_of, ours)), keep=ours)
         release = self.release
         if release is not None:
             release = replace(release, accumulation_steps=self.accumulation_steps())
@@ -284,10 +288,5 @@ class PrecisionMixin(_Base):
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def parameters_of(optimizer: Any) -> set[torch.Tensor]:
-    """The parameters that an optimizer trains; none for an object without groups."""
-    return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-
-
 def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
-    return parameters_of(optimizer) <= set(module.parameters())
+    return set(torch_bf16.parameters_of(optimizer)) <= set(module.parameters())

@@ -14,7 +14,7 @@ import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets, widen_averages
-from .precision import PrecisionMixin, parameters_of
+from .precision import PrecisionMixin
 from .train_modes import TrainModesMixin, switch_modes
 
 __all__ = ["TrainerMixin"]
@@ -133,7 +133,7 @@ class TrainerMixin(PrecisionMixin):
     def teardown(self) -> None:
         """End releases: after the fit a backward pass must not take steps."""
         if self._trainer is not None:
-            trained = map(parameters_of, self._trainer.optimizers)
+            trained = map(torch_bf16.parameters_of, self._trainer.optimizers)
             torch_bf16.end_releases(chain.from_iterable(trained))
         super().teardown()
 

@@ -50,6 +50,7 @@ from .optim.replaced import refuse_replaced
 from .optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from .optim.sgd import SGD
 from .optim.train_mode import averaged, follow
+from .parameters import parameters_of
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
 from .sharding import deepspeed_config
@@ -112,6 +113,7 @@ __all__ = [
     "monitor_from_environment",
     "options_from_environment",
     "param_groups",
+    "parameters_of",
     "prepare",
     "reduce_gradients",
     "refuse_released",

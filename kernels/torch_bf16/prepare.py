@@ -19,6 +19,7 @@ from .model.cast_modules import cast_recipes
 from .model.casting import cast_model, fp32_parameters
 from .optim.optimizer import BF16Optimizer
 from .optim.replaced import refuse_replaced
+from .parameters import parameters_of
 from .recipe import Recipe, get_recipe
 
 __all__ = ["prepare"]
@@ -112,7 +113,7 @@ def prepare(
     check_backend(backend)
     own = {id(parameter) for parameter in model.parameters()}
     for each in optimizers:
-        if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"]):
+        if own.isdisjoint(map(id, parameters_of(each))):
             raise ValueError(
                 f"prepare was given {with_article(model)} and {with_article(each)} that has "
                 "none of its parameters, so that nothing would train it; make the optimizer of "

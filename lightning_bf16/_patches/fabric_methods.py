@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import torch_bf16
 from lightning_bf16.deepspeed import DeepSpeedMixin
-from lightning_bf16.precision import PrecisionMixin, parameters_of
+from lightning_bf16.precision import PrecisionMixin
 
 from .private_attributes import validate_setup
 
@@ -83,7 +83,8 @@ def _pair(plugin: Any, modules: Iterable[Module], optimizers: Iterable[Any]) -> 
     """Set up gradients and train modes of modules that have optimizers; returns the optimizers."""
     paired: list[Any] = []
     for module in modules:
-        own = [e for e in optimizers if not parameters_of(e).isdisjoint(module.parameters())]
+        trained = set(module.parameters())
+        own = [e for e in optimizers if not trained.isdisjoint(torch_bf16.parameters_of(e))]
         if own:
             plugin.setup_gradients(module, own)
             torch_bf16.follow(module, *own)

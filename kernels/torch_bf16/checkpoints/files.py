@@ -20,6 +20,7 @@ from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import CheckpointError, first_line, suffix_errors, with_article
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.state_dict import check_groups
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import any_flattened, is_dtensor, is_incomplete, shard_of
 from torch_bf16.states.schema import HEADER
 
@@ -184,7 +185,7 @@ def _check_not_flattened(part: Any, name: str) -> None:
     """FSDP1's optimizer gives a rank's parts as plain tensors, so its parameters must be asked."""
     if not isinstance(part, torch.optim.Optimizer):
         return
-    parameters = [each for group in part.param_groups for each in group["params"]]
+    parameters = parameters_of(part)
     if not any_flattened(parameters) or torch.distributed.get_world_size() == 1:
         return
     if any(shard_of(each).sharded for each in parameters if any_flattened([each])):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import with_article
+from torch_bf16.parameters import parameters_of
 
 from .engine import engine_of
 
@@ -76,7 +77,7 @@ def unwrap(optimizer: Any) -> Any | None:
             "clear which is meant; pass one of these instead"
         )
     (ours,) = found
-    own = {id(each) for group in ours.param_groups for each in group["params"]}
+    own = {*map(id, parameters_of(ours))}
     groups = getattr(optimizer, "param_groups", ())
     left = sum(id(each) not in own for group in groups for each in group["params"])
     if left:
@@ -90,7 +91,7 @@ def unwrap(optimizer: Any) -> Any | None:
 
 def owners(optimizers: Iterable[Any]) -> dict[Tensor, Any]:
     """The optimizer of each parameter; of several that have it, the last one."""
-    return {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
+    return {p: each for each in optimizers for p in parameters_of(each)}
 
 
 def optimizer_for(function: str, optimizer: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.parameters import parameters_of
+
 from .advice import refusal
 from .contents import within
 from .eight_bit import eight_bit, overridden
@@ -116,14 +118,14 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             f"its GlobalOptimManager overrides {', '.join(others)} of single parameters, which "
             "options of parameter groups can do in its place"
         )
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = {*map(id, parameters_of(optimizer))}
     attributes = own_attributes(optimizer)
     places = ((name, each) for name, each in attributes.items() if name != "defaults")
     kept = [(name, inner) for name, each in places for inner in within(each)]
     # First: a wrapper may also keep the model, and what it wraps can be converted.
     for name, inner in kept:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
-            if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
+            if parameters.isdisjoint(map(id, parameters_of(inner))):
                 continue  # it steps tensors of its own, such as a schedule
             return (
                 f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
@@ -162,7 +164,7 @@ def _hook_on_parameters(optimizer: torch.optim.Optimizer) -> str | None:
         if inspect.isfunction(each)
         for name in each.__code__.co_names
     }
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
+    for p in parameters_of(optimizer):
         for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
             function = hook.func if isinstance(hook, functools.partial) else hook
             held = [getattr(function, "__self__", None), *getattr(hook, "args", ())]
@@ -202,7 +204,7 @@ def _of_ascent(wrapper: torch.optim.Optimizer) -> str:
 
 def _attribute_of_parameters(optimizer: torch.optim.Optimizer) -> str | None:
     """The name of an attribute that parameters have and the code of the optimizer's class uses."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = parameters_of(optimizer)
     own = {name for p in parameters for name in vars(p)} - set(dir(optimizer))
     kinds = type(optimizer).__mro__
     written = kinds[: kinds.index(torch.optim.Optimizer)]

@@ -17,6 +17,7 @@ from torch_bf16.model.remainders import find_remainder
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import Shard, register, shard_of
 from torch_bf16.sharding.zero_redundancy import ZeroNames
@@ -149,7 +150,7 @@ def _become(
             converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
             converted._engine.traits = Traits(elementwise, named=set(roles or ()))
         if model is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = parameters_of(optimizer)
             converted._engine.names.give(parameters, model)
             converted._engine.model = ref(model)
         taken = _take_over(converted, fused)

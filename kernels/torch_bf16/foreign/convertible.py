@@ -20,6 +20,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from torch_bf16.optim.sgd import SGD
 from torch_bf16.optim.validation import check_group, check_options, check_real
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding.zero_redundancy import is_zero
@@ -168,7 +169,7 @@ def _stays_fp32(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Modu
         staying = {id(p) for p in fp32_parameters(model, recipe).values()}
     except ValueError:  # a pattern of keep_fp32 matches nothing in it, which its cast will say
         return False
-    return staying.issuperset(id(p) for group in optimizer.param_groups for p in group["params"])
+    return staying.issuperset(map(id, parameters_of(optimizer)))
 
 
 def check_same(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_bf16.parameters import parameters_of
+
 __all__ = ["eight_bit", "overridden"]
 
 _OURS = {
@@ -36,7 +38,7 @@ def overridden(optimizer: Any) -> list[str]:
     manager = getattr(optimizer, "mng", None)
     if not type(optimizer).__module__.startswith("bitsandbytes.") or manager is None:
         return []
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owned = {*map(id, parameters_of(optimizer))}
     configs = [config for key, config in manager.pid2config.items() if key in owned]
     for module, name, config in manager.module_weight_config_triple:
         if id(getattr(module, name)) in owned:

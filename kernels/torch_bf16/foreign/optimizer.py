@@ -23,6 +23,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.overwritten import drop_remainders
 from torch_bf16.optim.planning import collect, keep_states, with_gradients
 from torch_bf16.optim.replaced import check_in_model
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
@@ -170,7 +171,7 @@ class ForeignOptimizer(BF16Optimizer):
     @torch.no_grad()
     def _rewrite(self, method: str) -> None:
         """Run the class's own ``train`` or ``eval``, which rewrites weights between steps."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = parameters_of(self)
         reshard(parameters)
         members = self._working_copies([p for p in parameters if self.state.get(p)])
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])

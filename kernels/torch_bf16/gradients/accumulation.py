@@ -21,6 +21,7 @@ from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.model.gradient_hooks import has_node_hooks
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.sharding import (
     Unit,
@@ -141,7 +142,7 @@ class GradientAccumulation:
     """
 
     def __init__(self, optimizer: Any, format: str, model: nn.Module | None = None) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if format != "bf16_nearest" and any_flattened(parameters):
             raise NotImplementedError(
                 f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "

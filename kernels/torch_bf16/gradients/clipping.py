@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending
 from torch_bf16.errors import with_article
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import gradients_of, local
 
 from .hooked_parameters import released
@@ -184,10 +185,7 @@ def clip_next_step(
         >>> optimizer.step()
     """
     _check_clip_norm(max_norm)
-    owned = {
-        each: [p for group in each.param_groups for p in group["params"]]
-        for each in _as_list(optimizers, Optimizer, _NO_OPTIMIZER)
-    }
+    owned = {each: parameters_of(each) for each in _as_list(optimizers, Optimizer, _NO_OPTIMIZER)}
     for engine in filter(None, map(engine_of, owned)):
         engine.check_host()
     pending_of_each: dict[Any, Pending] = {

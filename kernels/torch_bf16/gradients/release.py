@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import any_flattened
 
@@ -118,7 +119,7 @@ def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:
 def _check(optimizer: Any, options: ReleaseOptions) -> None:
     check_release(options)
     engine = optimizer._engine
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     why = None
     if any(optimizer.rule_of_group(group) is STORE for group in optimizer.param_groups):
         why = (

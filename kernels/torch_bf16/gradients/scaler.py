@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import all_whole, local, shard_of
 
 from .clipping import pending_of
@@ -46,7 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         # Called by unscale_, and by step, with a factor of 1 and allow_fp16, only to check.
         if pending_of(optimizer) is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         with torch.no_grad():
             for parameter in parameters:

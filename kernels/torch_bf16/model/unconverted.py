@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.parameters import parameters_of
 
 __all__ = ["FOR_OTHERS", "warn_unconverted"]
 
@@ -64,7 +65,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         if optimizer in _named or held_optimizers(optimizer):
             return
         cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
-        if any(p in cast for group in optimizer.param_groups for p in group["params"]):
+        if any(p in cast for p in parameters_of(optimizer)):
             _named.add(optimizer)
             # What the advice names would refuse it.
             instead = _ADVICE_FOR_LBFGS if isinstance(optimizer, torch.optim.LBFGS) else advice

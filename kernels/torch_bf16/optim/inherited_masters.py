@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.model import remainders
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import local, shard_of
 from torch_bf16.states.views import MASTERS
 
@@ -36,9 +37,7 @@ def inherit(optimizer: BF16Optimizer) -> None:
         _optimizers.add(optimizer)
     if not others:
         return
-    parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16
-    ]
+    parameters = [p for p in parameters_of(optimizer) if p.dtype == torch.bfloat16]
     known = remainders.find_remainders(map(shard_of, parameters))
     waiting = [p for p, each in zip(parameters, known, strict=True) if each is None]
     for other in others:

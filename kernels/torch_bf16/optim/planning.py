@@ -20,6 +20,7 @@ from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, prefix_errors
 from torch_bf16.model import cast_modules, remainders
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
@@ -111,7 +112,7 @@ def make_plan(
         for parameter in kept.keys() & steps.keys():
             kept[parameter].state["step"] = steps[parameter]
         by_parameter = kept | {each.parameter: each for each in members}
-        ordered = (p for group in optimizer.param_groups for p in group["params"])
+        ordered = parameters_of(optimizer)
         members = [by_parameter[p] for p in ordered if p in by_parameter]
     # The plan puts its own ``step`` tensors there.
     note_replaced(optimizer.state)
@@ -258,7 +259,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     # Not of weights written since: the step first checks whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())
     remainders.forget(*intact)
-    every = [p for group in optimizer.param_groups for p in group["params"]]
+    every = parameters_of(optimizer)
     remainders.forget_empty(every)
     # A host may show only some groups at a time: then the others' states remain.
     optimizer._engine.keep_snapshots(chain(every, optimizer.state))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import bare_name, gradients_of, is_dtensor, is_flat, places
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
     model = optimizer._engine.model()
     if model is None:
         return
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {*map(id, parameters_of(optimizer))}
     parameters = [*model.parameters()]
     has_gradients = any(each is not None for each in gradients_of(parameters))
     if own.isdisjoint(map(id, parameters)) and has_gradients:
@@ -91,7 +92,7 @@ def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Lab
     Raises:
         StateMismatchError: one of these parameters seems to have replaced another.
     """
-    current = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    current = {*map(id, parameters_of(optimizer))}
     known = (p for p in optimizer.state if id(p) not in current and isinstance(p, Tensor))
     # Under DeepSpeed, groups hold one flat tensor at a time.
     orphans = [p for p in known if not is_flat(p)]

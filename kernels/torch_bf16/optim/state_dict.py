@@ -15,6 +15,7 @@ from torch_bf16.engine.states import holds_host_memory, set_seen
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors, suffix_errors
 from torch_bf16.model import remainders
+from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
 from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of, unit_of
 from torch_bf16.states import schema
@@ -66,7 +67,7 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
         for hook in hooks:
             hook.remove()
     engine = optimizer._engine
-    engine.name([p for group in optimizer.param_groups for p in group["params"]])
+    engine.name(parameters_of(optimizer))
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
     watches = [each.data for each in engine.snapshots.values() if each.data is not None]

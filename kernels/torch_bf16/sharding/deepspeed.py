@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_bf16.parameters import parameters_of
+
 from .names import bare_name
 from .shard import Shard
 from .span import Span
@@ -160,8 +162,7 @@ def is_flat(parameter: Tensor) -> bool:
         parameter is each
         for zero in gc.get_objects()
         if issubclass(type(zero), base.DeepSpeedOptimizer)
-        for group in zero.optimizer.param_groups
-        for each in group["params"]
+        for each in parameters_of(zero.optimizer)
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.parameters import parameters_of
+
 from .foreign_states import extra_bits
 
 __all__ = ["held_by_role", "held_bytes", "moved_bytes"]
@@ -15,7 +17,7 @@ __all__ = ["held_by_role", "held_bytes", "moved_bytes"]
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of weights, gradients and states, as allocated on the device; shared bytes once."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     devices = {p.device for p in parameters}
     states = [each for each in _states(optimizer) if each.device in devices]
@@ -48,13 +50,9 @@ def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor])
 
 def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that a step must move: it reads gradients, and reads and writes weights and states."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     return _sizes(gradients) + 2 * _sizes([*parameters, *_states(optimizer)])
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:

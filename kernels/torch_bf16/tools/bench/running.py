@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from torch_bf16.parameters import parameters_of
 from torch_bf16.tools.optimizer_bytes import held_bytes, moved_bytes
 
 from .clock import Clock
@@ -43,7 +44,7 @@ class Running:
         before = clock.allocated()
         optimizer = entry.make(shapes, clock.device)
         self._step: Callable[[], object] = step_of(optimizer, entry.way)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         sample = max(parameters, key=torch.Tensor.numel).detach().view(-1)[:4096]
         at_first = sample.clone()
         start = time.perf_counter()

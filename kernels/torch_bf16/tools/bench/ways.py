@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
+
+from torch_bf16.parameters import parameters_of
 
 from .entries import Entry
 
@@ -18,7 +21,7 @@ _IDLE = slice(9, None, 10)
 
 
 def _moved_step(optimizer: torch.optim.Optimizer) -> Step:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters: list[Any] = parameters_of(optimizer)
     held = [[p.grad for p in parameters], [p.grad.clone() for p in parameters]]
     turns = itertools.cycle(held)
 
@@ -54,8 +57,8 @@ def _graph_step(optimizer: torch.optim.Optimizer) -> Step:
 
 
 def _zero_rows_step(optimizer: torch.optim.Optimizer) -> Step:
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter.ndim > 1:
+    for parameter in parameters_of(optimizer):
+        if parameter.ndim > 1 and parameter.grad is not None:
             parameter.grad[_IDLE] = 0
     return optimizer.step
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 from torch_bf16.backends import StepInputs
 from torch_bf16.foreign.convert import convert
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import local
 from torch_bf16.tools.sampling import is_foreseen, places, sample_of
 
@@ -171,7 +172,7 @@ class Observer:
         found.optimizers.append(optimizer)
         found.steps.append(0)
         found.rates.append([])
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         trainable = {torch.float32, torch.bfloat16, torch.complex64}
         kinds = {p.dtype for p in parameters} - trainable
         if kinds:

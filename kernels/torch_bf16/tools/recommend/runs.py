@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from torch_bf16.errors import described, with_article
+from torch_bf16.parameters import parameters_of
 from torch_bf16.tools.factory import CONTRACT, Training, backward, is_factory, loss_of, training_of
 from torch_bf16.tools.output import to_standard_error
 
@@ -79,7 +80,7 @@ def _of_factory(
     elif lr is not None:
         raise ValueError(f"--lr {lr:g}: {text}() returned an optimizer, which has its own")
     trained_ids = {id(p) for p in trained}
-    if trained_ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+    if trained_ids.isdisjoint(map(id, parameters_of(optimizer))):
         raise ValueError(
             f"{text}() returned {with_article(optimizer)} that has none of the model's "
             "trainable parameters"

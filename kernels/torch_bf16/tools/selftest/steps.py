@@ -20,6 +20,7 @@ from torch_bf16.optim.lion import Lion
 from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.sgd import SGD
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import RECIPES, Recipe
 
 from .certificates import INT8_MOMENTS
@@ -127,15 +128,11 @@ def _judge_of(
     return _make(place, recipe, name, "eager", **more)
 
 
-def _parameters(optimizer: BF16Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _give(optimizer: BF16Optimizer, seed: int, keep: bool = True) -> None:
     """Give parameters random gradients; with ``keep``, in the memory of those that they had."""
     generator = torch.Generator().manual_seed(1000 + seed)
     held = []
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if keep and parameter.grad is not None:
             parameter.grad.copy_(gradient)
@@ -147,7 +144,7 @@ def _give(optimizer: BF16Optimizer, seed: int, keep: bool = True) -> None:
 
 def differences(one: BF16Optimizer, other: BF16Optimizer) -> str | None:
     """The first difference in bits between two optimizers' weights and states; None if none."""
-    pairs = zip(_parameters(one), _parameters(other), strict=True)
+    pairs = zip(parameters_of(one), parameters_of(other), strict=True)
     for number, (a, b) in enumerate(pairs):
         states, other_states = (
             {"weight": p, **optimizer.state[p]} for p, optimizer in ((a, one), (b, other))
@@ -190,7 +187,7 @@ def _changed_sets(device: torch.device, recipe: Recipe) -> str | None:
     for seed in range(2 * _STEPS):
         for optimizer in (ours, judge):
             _give(optimizer, seed)
-            for number, parameter in enumerate(_parameters(optimizer)):
+            for number, parameter in enumerate(parameters_of(optimizer)):
                 if seed and (number + seed) % 3 == 0:
                     parameter.grad = None
             optimizer.step()
@@ -219,7 +216,7 @@ def _clip(device: torch.device, recipe: Recipe) -> str | None:
         _give(judge, seed)
         norm = clip_next_step(ours, 1.0, skip_nonfinite=True)
         judge.scale_next_step((1.0 / (norm + 1e-6)).clamp(max=1.0).cpu())
-        exact = sum(float(p.grad.double().square().sum()) for p in _parameters(judge)) ** 0.5  # pyright: ignore
+        exact = sum(float(p.grad.double().square().sum()) for p in parameters_of(judge)) ** 0.5  # pyright: ignore
         if abs(float(norm) / exact - 1) > 1e-5:
             return f"the norm of the gradients is {float(norm)} and not {exact}"
         ours.step()
@@ -259,10 +256,10 @@ def _nothing_waits(device: torch.device, recipe: Recipe) -> str | None:
     gradients = []
     for seed in (0, 1):
         _give(optimizer, seed, keep=False)
-        gradients.append([p.grad for p in _parameters(optimizer)])
+        gradients.append([p.grad for p in parameters_of(optimizer)])
     optimizer.step()
     for moved in (False, True):
-        for parameter, gradient in zip(_parameters(optimizer), gradients[not moved], strict=True):
+        for parameter, gradient in zip(parameters_of(optimizer), gradients[not moved], strict=True):
             parameter.grad = gradient
         with waiting_is_an_error():
             clip_next_step(optimizer, 1.0, skip_nonfinite=True)

@@ -1,0 +1,22 @@
+"""The parameters of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["parameters_of"]
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """The parameters of all groups of an optimizer, in their order.
+
+    Args:
+        optimizer: an optimizer of any class; what stands in for one and has no groups has none.
+
+    Example:
+        >>> len(parameters_of(torch.optim.SGD(torch.nn.Linear(4, 4).parameters())))
+        2
+    """
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
