@@ -235,21 +235,12 @@ class Preparation:
     def _refuse_unmatched(self) -> None:
         """Raise if an entry of ``keep_fp32`` matches in no model, and one of them is trained."""
         trained = [each for each in self._models if self.optimizers_of(each)]
-        # An optimizer that the user created as ours has entries of its own.
-        keys = {key: model for model in trained for key in self._own_recipe(model).keep_fp32}
-        asked = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(keys))
-        for model in self._models if keys else ():
-            for key in torch_bf16.matched_patterns(model, asked):
-                keys.pop(key, None)
-        for key, model in keys.items():
-            try:
-                torch_bf16.fp32_parameters(
-                    model, torch_bf16.get_recipe(self._recipe, keep_fp32=(key,))
-                )
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}. If another model has it, prepare that one in the same call, or first"
-                ) from None
+        if trained:
+            # An optimizer that the user created as ours has entries of its own.
+            keys = {key: None for each in trained for key in self._own_recipe(each).keep_fp32}
+            others = [each for each in self._models if each not in trained]
+            asked = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(keys))
+            torch_bf16.refuse_unmatched([*others, *trained], asked)
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose parameter names key an optimizer's noise, or None."""

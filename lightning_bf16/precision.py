@@ -129,7 +129,17 @@ class PrecisionMixin(_Base):
 
     def cast(self, module: Module) -> None:
         """Cast the parameters: the first half of :meth:`convert_module`."""
-        torch_bf16.cast_model(module, self.recipe)
+        torch_bf16.cast_model(module, self.recipe_for(module))
+
+    def recipe_for(self, module: Module) -> torch_bf16.Recipe:
+        """The recipe without entries of ``keep_fp32`` that only other modules match.
+
+        Raises:
+            ValueError: an entry matches nothing here, nor in a module that was set up before.
+        """
+        torch_bf16.refuse_unmatched([*self._live_modules(), module], self.recipe)
+        keep = torch_bf16.matched_patterns(module, self.recipe)
+        return torch_bf16.get_recipe(self.recipe, keep_fp32=keep)
 
     def carry_autocast(self, module: Module) -> None:
         """Let a cast module run under autocast wherever it is called."""
@@ -212,13 +222,14 @@ class PrecisionMixin(_Base):
         try:
             own = [each for each in unconverted if module is not None and _owns(module, each)]
             if module is not None and own:
-                torch_bf16.prepare(module, own, self.recipe)
-            others = [(each, self._owner(each)) for each in unconverted if each not in own]
+                torch_bf16.prepare(module, own, self.recipe_for(module))
+            others = [each for each in unconverted if each not in own]
             # All of them, before one is converted.
-            for each, owner in others:
-                torch_bf16.refuse_unconvertible(each, self.recipe, model=owner)
-            for each, owner in others:
-                torch_bf16.convert(each, self.recipe, model=owner)
+            for function in (torch_bf16.refuse_unconvertible, torch_bf16.convert):
+                for each in others:
+                    owner = self._owner(each)
+                    recipe = self.recipe if owner is None else self.recipe_for(owner)
+                    function(each, recipe, model=owner)
         except (NotImplementedError, ValueError) as error:
             cast = any(
                 p.dtype == torch.bfloat16

@@ -70,6 +70,10 @@ class TrainerMixin(PrecisionMixin):
             )
         return module
 
+    def recipe_for(self, module: Module) -> torch_bf16.Recipe:
+        """The whole recipe: a Trainer trains one module."""
+        return self.recipe
+
     def connect(
         self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Any], list[Any]]:

@@ -16,7 +16,8 @@ from .foreign.advice import refusal_of_holder
 from .foreign.convert import convert
 from .foreign.convertible import Conversion, check_conversion, check_roles, check_same
 from .model.cast_modules import cast_recipes
-from .model.casting import cast_model, fp32_parameters
+from .model.casting import cast_model
+from .model.kept_fp32 import fp32_parameters
 from .optim.optimizer import BF16Optimizer
 from .optim.replaced import refuse_replaced
 from .parameters import parameters_of

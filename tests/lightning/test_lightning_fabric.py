@@ -164,6 +164,21 @@ def test_an_optimizer_that_is_refused_leaves_the_one_beside_it_as_it_was(fabric)
     assert [type(each) for each in optimizers] == classes
 
 
+def test_keep_fp32_names_a_part_of_one_module_among_several(fabric_package, mode, monkeypatch):
+    """As of a GAN: the module that has it is set up first."""
+    monkeypatch.setenv("BF16_KEEP_FP32", "3")
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, precision=mode)
+    model, without = network(), torch.nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(each.parameters()) for each in (model, without)]
+    with pytest.raises(ValueError, match=r"'3' matches no module of Linear .*prepare that one fi"):
+        fabric.setup(without, optimizers[1])
+    assert (type(optimizers[1]), without.weight.dtype) == (torch.optim.SGD, torch.float32)
+    fabric.setup(model, optimizers[0])
+    fabric.setup(without, optimizers[1])
+    kept = [p.dtype for each in (without, model) for p in each.parameters()]
+    assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
+
+
 def test_other_precisions_of_fabric_are_left_alone(fabric_package, fabric):
     fabric.setup(*made())
     stock = fabric_package.Fabric(accelerator="cpu", devices=1, precision="32-true")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
-from torch_bf16.model.casting import fp32_parameters
+from torch_bf16.model.kept_fp32 import fp32_parameters
 from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adagrad import Adagrad, RMSprop
 from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam

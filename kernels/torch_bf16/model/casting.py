@@ -12,38 +12,32 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding import has_run, local, units, without_wrappers
+from torch_bf16.sharding import has_run, units
 
 from . import cast_modules
 from .autocast import fill_gaps, widen
 from .blended_weights import watch_blends
 from .carried_autocast import CarriedForward, called_through, carry_autocast, check_scripted
 from .composite_operations import decompose_under_autocast
-from .declared_fp32 import declared_fp32
 from .foreign_averages import watch_averages
 from .gradient_hooks import NodeHooks
+from .kept_fp32 import is_narrow, is_plain, kept, staying_ids
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
-__all__ = ["cast_model", "fp32_parameters", "matched_patterns"]
-
-_NamedModule = tuple[str, nn.Module]
-_NamedParameter = tuple[str, nn.Parameter]
+__all__ = ["cast_model"]
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -87,12 +81,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     recipe = get_recipe(recipe)
     check_module("cast_model", model)
     check_scripted(model, recipe.compute)
-    in_fp32, asked = _kept(recipe, model)
-    staying = _staying(model, asked)
-    to_fp32 = {id(p): p for p in asked if _is_narrow(p)}
+    in_fp32, asked = kept(recipe, model)
+    staying = staying_ids(model, asked)
+    to_fp32 = {id(p): p for p in asked if is_narrow(p)}
     to_bf16, in_bf16 = {}, set()
     for name, parameter in model.named_parameters():
-        if id(parameter) in staying or not _is_plain(parameter):
+        if id(parameter) in staying or not is_plain(parameter):
             continue
         if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
             raise ValueError(
@@ -121,7 +115,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         parameter.grad = None
 
     def cast(t: Tensor) -> Tensor:
-        if id(t) in to_fp32 and _is_narrow(t):
+        if id(t) in to_fp32 and is_narrow(t):
             return t.detach().float()
         if id(t) not in to_bf16 or t.dtype != torch.float32:
             return t
@@ -177,67 +171,6 @@ def _warn_of_buffers(gradients: list[Tensor]) -> None:
         )
 
 
-def fp32_parameters(
-    model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
-) -> dict[str, nn.Parameter]:
-    """The parameters that are fp32 after :func:`cast_model`, by name.
-
-    Raises:
-        ValueError: ``model`` is not a module, a parameter is lazy, or a pattern of ``keep_fp32``
-            matches nothing.
-
-    Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        >>> sorted(fp32_parameters(net))
-        ['1.bias', '1.weight']
-    """
-    check_module("fp32_parameters", model)
-    asked = _kept(get_recipe(recipe), model)[1]
-    staying, to_fp32 = _staying(model, asked), {id(p) for p in asked if _is_narrow(p)}
-    return {
-        name: p
-        for name, p in model.named_parameters()
-        if id(p) in to_fp32 or (id(p) in staying and p.dtype == torch.float32)
-    }
-
-
-def matched_patterns(
-    model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
-) -> tuple[str | type, ...]:
-    """The entries of ``recipe.keep_fp32`` that match something in a model.
-
-    :func:`cast_model` refuses the others. One recipe may be for several models, of which a part
-    alone has what an entry names: ``get_recipe(recipe, keep_fp32=...)`` with the result casts each.
-
-    Raises:
-        ValueError: ``model`` is not a module.
-
-    Example:
-        >>> recipe = get_recipe("bf16-stochastic", keep_fp32=("head", torch.nn.LayerNorm))
-        >>> matched_patterns(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 4)}), recipe)
-        ('head',)
-    """
-    check_module("matched_patterns", model)
-    modules, named = _names(model)
-    keys = get_recipe(recipe).keep_fp32
-    return tuple(key for key in keys if any(_matches(key, modules, named)))
-
-
-def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
-    staying = {id(p) for p in asked}
-    for sub in module.modules():
-        metric = any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__)
-        # Its kernels take gains in fp32 or in the dtype of the input, and no rule of autocast
-        # reaches them.
-        synced = isinstance(sub, nn.SyncBatchNorm)
-        # Not the flag track_running_stats, which can be switched off later, as by Lightning's
-        # BaseFinetuning.
-        has_statistics = isinstance(sub, _NormBase) and sub.running_mean is not None
-        if metric or synced or has_statistics:
-            staying.update(id(p) for p in sub.parameters())
-    return staying
-
-
 def _check_wrappers(module: nn.Module) -> None:
     for sub in module.modules():
         if isinstance(sub, DistributedDataParallel):
@@ -286,70 +219,12 @@ def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> No
             )
 
 
-def _check_initialised(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(
-                f"parameter {name!r} is not initialised yet and would come out as float32. Give it "
-                "its shape before the model is cast: run the module once on made-up input, with "
-                "hosts at the end of its __init__, or name the number of its inputs "
-                "(LazyLinear(8) -> Linear(16, 8))"
-            )
-
-
 def _trains_on_cpu(module: nn.Module) -> bool:
     # If there is a GPU, a model that is on the CPU now may be on its way there.
     return not torch.accelerator.is_available() and any(
         p.device.type == "cpu" and p.requires_grad and p.dtype == torch.bfloat16 and p.ndim > 1
         for p in module.parameters()
     )
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
-    return type(local(parameter)) in (Tensor, nn.Parameter) and parameter.is_floating_point()
-
-
-def _is_narrow(parameter: Tensor) -> bool:
-    return _is_plain(parameter) and parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The modules that compute in fp32, and all parameters, theirs included, that stay in fp32."""
-    _check_initialised(module)
-    in_fp32: list[nn.Module] = []
-    asked: list[nn.Parameter] = []
-    modules, named = _names(module)
-    for key in (*recipe.keep_fp32, *declared_fp32(module)):
-        matches, parameters = _matches(key, modules, named)
-        if not matches and not parameters:
-            known = [name for name, _ in modules if name]
-            what = "modules" if known else "parameters"
-            known = known or [name for name, _ in named]
-            shown = known if len(known) <= 20 else [*known[:20], "..."]
-            raise ValueError(
-                f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
-                f"parameters; its {what} are {', '.join(shown) or 'none'}"
-            )
-        in_fp32 += matches
-        asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
-    return in_fp32, asked
-
-
-def _names(module: nn.Module) -> tuple[list[_NamedModule], list[_NamedParameter]]:
-    modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
-    return modules, [(without_wrappers(name), p) for name, p in module.named_parameters()]
-
-
-def _matches(
-    key: str | type,
-    modules: Iterable[_NamedModule],
-    parameters: Iterable[_NamedParameter],
-) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    if isinstance(key, type):
-        return [sub for _, sub in modules if isinstance(sub, key)], []
-    matches = [sub for name, sub in modules if fnmatchcase(name, key)]
-    return matches, [p for name, p in parameters if fnmatchcase(name, key)]
 
 
 def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -385,7 +260,7 @@ def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args
         if isinstance(shared, functools.partial) and shared.args[:1] == (module,):
             module = called
     forward = functools.partial(type(module).forward, module) if own is None else own
-    if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
+    if any(map(is_narrow, module.parameters())):  # cast later, by the user or another recipe
         return forward(*args, **kwargs)
     args, kwargs = map_arguments(widen, args, kwargs)
     tensors = itertools.chain(module.parameters(), module.buffers())

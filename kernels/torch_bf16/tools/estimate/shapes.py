@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.model.casting import fp32_parameters
+from torch_bf16.model.kept_fp32 import fp32_parameters
 from torch_bf16.model.parameter_groups import param_groups
 
 __all__ = ["ModelShapes", "Weight", "shapes_of"]
