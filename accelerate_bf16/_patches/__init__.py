@@ -69,7 +69,7 @@ REPLACED: dict[str, dict[str, Any]] = {
 
 ADDED: dict[str, Any] = {
     "accelerate.accelerator": accelerator.add_mixed_precision,
-    "accelerate.state": state.rename,
+    "accelerate.state": state.add_mixed_precision,
     "accelerate.utils.dataclasses": state.add_modes,
     "accelerate.utils.launch": commands.explain_choices,
     "transformers.training_args": trainer.add_names,

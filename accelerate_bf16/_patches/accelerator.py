@@ -17,6 +17,7 @@ from bf16_autoload import Patches
 
 from .deepspeed import attach, schedulers, uses_deepspeed
 from .fsdp import separate_groups
+from .state import creating
 from .unregistered import LIVING
 
 __all__ = [
@@ -77,7 +78,8 @@ def init(original: Any) -> Any:
         if options:
             bound.arguments["kwargs_handlers"] = [e for e in handlers if e not in options]
         first = not AcceleratorState._shared_state
-        original(*bound.args, **bound.kwargs)
+        with creating():
+            original(*bound.args, **bound.kwargs)
         found = self._bf16_named_mode = self.state._mixed_precision
         if canonical(found):
             LIVING.add(self)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate_bf16.modes import (
     LAUNCHER_VARIABLE,
     MODE_VARIABLE,
     MODES,
+    ModeName,
     canonical,
     environment_mode,
     overriding_mode,
@@ -20,7 +24,7 @@ from bf16_autoload import Patches
 from .deepspeed import complete_configs
 from .enums import add_member
 
-__all__ = ["add_modes", "init", "rename"]
+__all__ = ["add_mixed_precision", "add_modes", "creating", "init"]
 
 
 def add_modes(module: Any, patches: Patches) -> None:
@@ -29,11 +33,40 @@ def add_modes(module: Any, patches: Patches) -> None:
         add_member(patches, module.PrecisionType, mode)
 
 
-def rename(module: Any, patches: Patches) -> None:
-    """Canonicalise the environment's mode in an Accelerator that was created before our import."""
+_creating = False
+"""Whether an Accelerator is being made, which sets up autocast of its own for "bf16"."""
+
+
+@contextmanager
+def creating() -> Iterator[None]:
+    """A context in which an Accelerator is made: our modes do not equal "bf16" there."""
+    global _creating
+    before, _creating = _creating, True
+    try:
+        yield
+    finally:
+        _creating = before
+
+
+def add_mixed_precision(module: Any, patches: Patches) -> None:
+    """Let the mode's name equal "bf16" when scripts compare it, until all is put back.
+
+    An Accelerator may have been made before our import: its mode gets its own name, too.
+    """
     state = module.AcceleratorState._shared_state
     if mode := canonical(state.get("_mixed_precision")):
         state["_mixed_precision"] = mode
+    stock = module.AcceleratorState.mixed_precision
+    if getattr(stock.fget, "_replaced_by", None) is patches:
+        return
+
+    @functools.wraps(stock.fget)
+    def mixed_precision(self: Any) -> Any:
+        name = stock.fget(self)
+        return ModeName(name) if canonical(name) and not _creating else name
+
+    mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
+    patches.set(module.AcceleratorState, "mixed_precision", property(mixed_precision))
 
 
 def _resolve(script_mode: str) -> tuple[str, str | None]:

@@ -10,7 +10,12 @@ import re
 
 import pytest
 import torch
-from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils import PrecisionType
@@ -42,6 +47,17 @@ def test_enum_lists_every_mode_once_and_keeps_accelerates_own():
 
 def test_accelerator_takes_each_mode(make_accelerator, mode):
     assert make_accelerator(mode).mixed_precision == mode
+
+
+def test_scripts_may_compare_the_mode_with_bf16(make_accelerator, mode):
+    """As they do to choose the dtype of what they do not train."""
+    for accelerator in (make_accelerator(mode), Accelerator()):
+        for name in (accelerator.mixed_precision, accelerator.state.mixed_precision):
+            assert name == "bf16"
+            assert name in {"bf16"}
+            assert str(name) == mode
+        # Or Accelerate would put the model under autocast of its own.
+        assert not accelerator.native_amp
 
 
 def test_accelerator_takes_the_enum_member(make_accelerator):
