@@ -136,7 +136,7 @@ def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
 
 
 def test_the_digits_are_learned_in_every_precision() -> None:
-    found = digits_cnn.main(["--epochs=3"])
+    found = digits_cnn.main(["--epochs=1", "--batch-size=16"])
     assert set(found) == set(digits_cnn.PRECISIONS)
     for precision, (_, accuracy) in found.items():
         assert accuracy > 0.9, precision
@@ -145,7 +145,7 @@ def test_the_digits_are_learned_in_every_precision() -> None:
 def test_nanogpts_settings_are_trained_in_every_precision() -> None:
     letters = random.Random(0).choices("abcdefgh \n", k=4000)
     Path("text.txt").write_text("".join(letters))
-    options = ["--text=text.txt", "--steps=3", "--eval-batches=2", "--json=record.json"]
+    options = ["--text=text.txt", "--steps=1", "--eval-batches=1", "--json=record.json"]
     losses = nanogpt_char.main(options)
     assert set(losses) == set(nanogpt_char.PRECISIONS)
     assert json.loads(Path("record.json").read_text())["losses"] == losses
