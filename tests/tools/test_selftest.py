@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from forkserver import forkserver
 from gpu_marks import each_device
 
 from torch_bf16.backends import choose
@@ -96,11 +98,11 @@ def short(device):
     return variants_for(device)[:3]
 
 
-def test_kernels_are_tried_in_processes_and_nothing_is_left(monkeypatch, tmp_path):
+def test_kernels_are_tried_in_a_fresh_process_and_nothing_is_left(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
     monkeypatch.setattr(certificates, "variants_for", short)
     with certificates.fresh_verdicts():
-        found = certify(CPU, 2)
+        found = certify(CPU, 1)
     assert [each.variant for each in found] == [each.name for each in variants_for(CPU)[:3]]
     assert all(each.fault is None and each.backend == "cpu" for each in found)
     assert os.environ["TORCH_BF16_CACHE"] == str(tmp_path)
@@ -116,6 +118,13 @@ def test_without_other_processes_the_verdicts_are_the_same(monkeypatch, tmp_path
     ]
 
 
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Processes that need no imports of their own."""
+    context = SimpleNamespace(get_context=lambda way: forkserver())
+    monkeypatch.setattr(certificates, "multiprocessing", context)
+
+
 def killed(pipe, device, numbers):
     """Stands for a kernel that ends its process at the second variant."""
     for number in numbers:
@@ -124,10 +133,13 @@ def killed(pipe, device, numbers):
         pipe.send((number, None, 0.5))
 
 
-def test_a_killed_process_takes_its_own_verdict_along_and_no_other(monkeypatch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_process_takes_its_own_verdict_along_and_no_other(
+    processes, monkeypatch, forked_workers
+):
     monkeypatch.setattr(certificates, "variants_for", short)
     monkeypatch.setattr(certificates, "_try", killed)
-    faults = [each.fault for each in certify(CPU, 1)]
+    faults = [each.fault for each in certify(CPU, processes)]
     assert faults == [None, "the process that tried it ended with -9", None]
 
 
@@ -139,7 +151,7 @@ def hanging(pipe, device, numbers):
         pipe.send((number, "wrong" if number == 0 else None, 0.5))
 
 
-def test_a_kernel_that_hangs_is_given_up(monkeypatch):
+def test_a_kernel_that_hangs_is_given_up(monkeypatch, forked_workers):
     monkeypatch.setattr(certificates, "variants_for", short)
     monkeypatch.setattr(certificates, "_try", hanging)
     said = []
@@ -166,7 +178,7 @@ def losing(pipe, device, numbers):
 _try = certificates._try
 
 
-def test_a_process_that_lost_its_device_blames_no_other_variant(monkeypatch):
+def test_a_process_that_lost_its_device_blames_no_other_variant(monkeypatch, forked_workers):
     monkeypatch.setattr(certificates, "variants_for", short)
     monkeypatch.setattr(certificates, "_try", losing)
     faults = [each.fault for each in certify(CPU, 1)]

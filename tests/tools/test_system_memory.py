@@ -1,8 +1,11 @@
 """Memory as the system tells it: what is free, and peaks of other processes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bench_cases import SHAPES, entry
+from forkserver import forkserver
 
 from torch_bf16.tools import system_memory
 from torch_bf16.tools.bench.entries import ours
@@ -40,12 +43,19 @@ def test_peak_memory_of_a_fresh_process_is_that_of_the_tensors():
     assert 7.9 < peak / total < 8.6
 
 
-def test_a_process_that_fails_or_never_ends_has_no_peak():
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Processes that need no imports of their own."""
+    context = SimpleNamespace(get_context=lambda way: forkserver())
+    monkeypatch.setattr(system_memory, "multiprocessing", context)
+
+
+def test_a_process_that_fails_or_never_ends_has_no_peak(forked_workers):
     assert peak_bytes(entry(fault="constructor"), SHAPES, 1) is None
     assert peak_bytes(entry(fault="slow"), SHAPES, 1, seconds=0.1) is None
 
 
-def test_peaks_of_another_process_are_those_of_its_second_call():
+def test_peaks_of_another_process_are_those_of_its_second_call(forked_workers):
     found = peak_growth(_allocate, (1 << 20,), (64 << 20,), 1, 60)
     assert found is None or 0.9 * (64 << 20) < found < 1.5 * (64 << 20)
 
