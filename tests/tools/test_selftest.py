@@ -8,11 +8,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from forkserver import forkserver
 from gpu_marks import each_device
 
 from torch_bf16.backends import choose
@@ -118,13 +116,6 @@ def test_without_other_processes_the_verdicts_are_the_same(monkeypatch, tmp_path
     ]
 
 
-@pytest.fixture
-def forked_workers(monkeypatch):
-    """Processes that need no imports of their own."""
-    context = SimpleNamespace(get_context=lambda way: forkserver())
-    monkeypatch.setattr(certificates, "multiprocessing", context)
-
-
 def killed(pipe, device, numbers):
     """Stands for a kernel that ends its process at the second variant."""
     for number in numbers:
@@ -193,7 +184,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(command, "all_checks", lambda: {"a check": lambda device: None})
     monkeypatch.setattr(command, "models_for", lambda device: {"tiny": [(40, 64), (64,)]})
     monkeypatch.setattr(speed, "_ROUNDS", {"cpu": 2})
-    monkeypatch.setattr("torch_bf16.tools.bench.rounds._COPY_BYTES", {"cpu": 1 << 20})
 
 
 def test_it_ends_in_a_verdict_a_table_a_picture_and_a_record(quick, capsys, tmp_path):

@@ -1,11 +1,8 @@
 """Memory as the system tells it: what is free, and peaks of other processes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from bench_cases import SHAPES, entry
-from forkserver import forkserver
 
 from torch_bf16.tools import system_memory
 from torch_bf16.tools.bench.entries import ours
@@ -41,13 +38,6 @@ def test_peak_memory_of_a_fresh_process_is_that_of_the_tensors():
     if peak is None:
         pytest.skip("this system does not tell")
     assert 7.9 < peak / total < 8.6
-
-
-@pytest.fixture
-def forked_workers(monkeypatch):
-    """Processes that need no imports of their own."""
-    context = SimpleNamespace(get_context=lambda way: forkserver())
-    monkeypatch.setattr(system_memory, "multiprocessing", context)
 
 
 def test_a_process_that_fails_or_never_ends_has_no_peak(forked_workers):
