@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch_bf16.backends import explain
 LEFT_OUT = ("torch_bf16.backends.triton.",) if explain(torch.device("cuda"))["triton"] else ()
 MODULES = [
     name
-    for _, name, _ in pkgutil.walk_packages(torch_bf16.__path__, "torch_bf16.")
-    if not name.endswith("__main__") and not name.startswith(LEFT_OUT)
+    for finder, name, _ in pkgutil.walk_packages(torch_bf16.__path__, "torch_bf16.")
+    if not name.endswith("__main__")
+    and not name.startswith(LEFT_OUT)
+    and ">>> " in Path(finder.find_spec(name).origin).read_text()
 ]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import digits_cnn
@@ -20,6 +18,7 @@ import pytorch_loop
 import torch
 import torch.distributed.checkpoint as dcp
 from forked_scripts import run_script
+from free_port import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODES = ("bf16-stochastic", "bf16-fp32-master")
@@ -31,18 +30,6 @@ def in_an_empty_folder_and_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     # Many CPUs are slow at products in bf16.
     monkeypatch.setenv("BF16_COMPUTE", "fp32")
-
-
-def run(*command: str, environment: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | (environment or {}),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("precision", MODES)
@@ -64,18 +51,26 @@ def test_the_pytorch_loop_runs_in_fp32_as_well(capsys: pytest.CaptureFixture[str
     assert "step 2: loss" in capsys.readouterr().out
 
 
-def test_fsdp2_goes_on_with_another_number_of_processes() -> None:
-    script = [str(EXAMPLES / "fsdp2.py"), *TINY]
-    start = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    first = run(*start, "--nproc_per_node=2", *script, "--steps=2", environment=one_thread)
+def test_fsdp2_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    first, other = run_as_torchrun_does(2, "--steps=2", folder=tmp_path)
     assert "step 2: loss" in first
     assert "momentum_buffer" not in first
-    second = run(
-        *start, "--nproc_per_node=1", *script, "--steps=4", "--resume", environment=one_thread
-    )
+    assert "loss" not in other
+    (second,) = run_as_torchrun_does(1, "--steps=4", "--resume", folder=tmp_path)
     assert "step 4: loss" in second
     assert "step 2:" not in second
+
+
+def run_as_torchrun_does(world: int, *options: str, folder: Path) -> list[str]:
+    """What each process of the example prints, with torchrun's environment."""
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{free_port()}"}
+
+    def rank(number: int) -> str:
+        place = {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{world}"}
+        return run_script(EXAMPLES / "fsdp2.py", *TINY, *options, folder=folder, **meeting, **place)
+
+    with ThreadPoolExecutor(world) as pool:
+        return [*pool.map(rank, range(world))]
 
 
 def train_fsdp2(options: list[str]) -> float:
@@ -141,7 +136,7 @@ def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
 
 
 def test_the_digits_are_learned_in_every_precision() -> None:
-    found = digits_cnn.main(["--epochs=3"])
+    found = digits_cnn.main(["--epochs=1", "--batch-size=16"])
     assert set(found) == set(digits_cnn.PRECISIONS)
     for precision, (_, accuracy) in found.items():
         assert accuracy > 0.9, precision
@@ -150,7 +145,7 @@ def test_the_digits_are_learned_in_every_precision() -> None:
 def test_nanogpts_settings_are_trained_in_every_precision() -> None:
     letters = random.Random(0).choices("abcdefgh \n", k=4000)
     Path("text.txt").write_text("".join(letters))
-    options = ["--text=text.txt", "--steps=3", "--eval-batches=2", "--json=record.json"]
+    options = ["--text=text.txt", "--steps=1", "--eval-batches=1", "--json=record.json"]
     losses = nanogpt_char.main(options)
     assert set(losses) == set(nanogpt_char.PRECISIONS)
     assert json.loads(Path("record.json").read_text())["losses"] == losses

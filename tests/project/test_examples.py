@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import runpy
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import convergence
 import learning_rate_sweep
@@ -13,7 +16,8 @@ import lightning_demo as demo
 import pytest
 import small_updates
 import torch
-from forked_scripts import run_script
+from accelerate.commands import launch
+from forked_scripts import call_in_fork, run_script
 from paired_runs import CONTROL
 
 from torch_bf16.tools.bench.peers import PEERS
@@ -32,25 +36,20 @@ TINY = [
 ]
 
 
-# Whether a processor is slow with bf16 depends on the machine.
-QUIET = ["-W", "error", "-W", "ignore:this CPU takes"]
-
-
-def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *QUIET, *command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def strictly(script: str, *options: str) -> None:
+    """Run a script for which warnings are errors."""
+    warnings.simplefilter("error")
+    # Whether a processor is slow with bf16 depends on the machine.
+    warnings.filterwarnings("ignore", "this CPU takes")
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(script, run_name="__main__")
 
 
 def test_lightning_demo_ends_with_table_verdicts_and_plot(tmp_path: Path) -> None:
     options = [*TINY, "--accelerator=cpu", "--json=demo/record.json"]
-    output = run(str(EXAMPLES / "lightning_demo.py"), *options, cwd=tmp_path)
+    script = str(EXAMPLES / "lightning_demo.py")
+    output = call_in_fork(strictly, script, *options, folder=tmp_path)
     for mode in demo.MODES:
         assert mode in output
     plot = tmp_path / "demo" / "loss_curves.png"
@@ -61,11 +60,24 @@ def test_lightning_demo_ends_with_table_verdicts_and_plot(tmp_path: Path) -> Non
     assert [len(run["train_losses"]) for run in record["runs"].values()] == [4] * 4
 
 
-def test_accelerate_demo_takes_its_mode_from_the_launcher(tmp_path: Path) -> None:
+def test_accelerate_demo_takes_its_mode_from_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command and the environment are the launcher's; the process is forked."""
+    started = []
+
+    def start(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        changed = {name: each for name, each in env.items() if os.environ.get(name) != each}
+        assert command[0] == sys.executable
+        started.append(call_in_fork(strictly, *command[1:], folder=tmp_path, **changed))
+        return SimpleNamespace(wait=lambda: None, returncode=0)
+
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
     mode = "bf16-fp32-master"
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+    options = ["--cpu", "--num_processes=1", f"--mixed_precision={mode}"]
     script = str(EXAMPLES / "accelerate_demo.py")
-    output = run(*launch, f"--mixed_precision={mode}", script, *TINY, cwd=tmp_path)
+    launch.launch_command(launch.launch_command_parser().parse_args([*options, script, *TINY]))
+    (output,) = started
     assert mode in output
     assert "validation loss" in output
 

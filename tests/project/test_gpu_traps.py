@@ -67,59 +67,63 @@ def test_a_run_of_the_gpu_tests_sees_what_its_caller_shows():
     assert environment == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
-def test_a_run_of_the_gpu_tests_leaves_no_verdict(tmp_path):
-    (tmp_path / "test_it.py").write_text(
-        # In two halves: a file that has the mark is taken for one of the gpu tests.
-        "import os, pathlib, pytest\n\n@pytest.mark"
-        ".gpu\ndef test_it():\n"
-        "    pathlib.Path('seen').write_text(os.environ['TORCH_BF16_CACHE'])\n"
-    )
-    tests = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n1"]
-    options = ["-c", str(tests.parent / "pyproject.toml"), "-p", "conftest", "--rootdir", "."]
-    subprocess.run(
-        [*command, *options, "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tests), "TORCH_BF16_CACHE": str(tmp_path)},
-        check=True,
-    )
-    seen = Path((tmp_path / "seen").read_text())
-    assert seen != tmp_path
-    assert not seen.exists()
-
-
-LOSING = """
-import pytest, torch
-
-def lost():
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+# A file that has the mark is taken for one of the gpu tests.
+TRIED = """
+import os, pathlib, pytest, torch
 
 @pytest.mark.{mark}
-@pytest.mark.parametrize("number", range(4))
+def test_cache():
+    pathlib.Path('seen').write_text(os.environ['TORCH_BF16_CACHE'])
+
+lost = []
+
+def synchronize():
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("number", range(3))
 def test_it(number):
-    torch.cuda.is_initialized = lambda: True
-    torch.cuda.synchronize = lost if number == 1 else lambda: None
+    lost.extend([number] if number == 1 else [])
     torch.cuda.synchronize()
 """
 
 
-def test_a_test_that_loses_the_gpu_takes_no_other_along(tmp_path):
-    (tmp_path / "test_it.py").write_text(LOSING.format(mark="gpu"))
+@pytest.fixture(scope="module")
+def gpu_run(tmp_path_factory):
+    """The folder of a run of gpu tests, one of which loses the GPU, and what it printed."""
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "test_it.py").write_text(TRIED.format(mark="gpu"))
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-n1"]
     options = ["-c", str(tests.parent / "pyproject.toml"), "-p", "conftest", "--rootdir", "."]
     done = subprocess.run(
         [*command, *options, "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tests)},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(tests), "TORCH_BF16_CACHE": str(folder)},
         capture_output=True,
         text=True,
     )
-    assert done.stdout.count("PASSED") == 3, done.stdout
-    assert "illegal memory access" in done.stdout
-    failed = [line for line in done.stdout.splitlines() if " FAILED " in line]
-    assert failed, done.stdout
-    assert all("test_it[1]" in line for line in failed), done.stdout
+    return folder, done.stdout
+
+
+def test_a_run_of_the_gpu_tests_leaves_no_verdict(gpu_run):
+    folder, said = gpu_run
+    assert (folder / "seen").exists(), said
+    seen = Path((folder / "seen").read_text())
+    assert seen != folder
+    assert not seen.exists()
+
+
+def test_a_test_that_loses_the_gpu_takes_no_other_along(gpu_run):
+    _, said = gpu_run
+    assert said.count("PASSED") == 3, said
+    assert "illegal memory access" in said
+    failed = [line for line in said.splitlines() if " FAILED " in line]
+    assert failed, said
+    assert all("test_it[1]" in line for line in failed), said
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import gpu_table
 import pytest
+from forked_scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -25,14 +26,28 @@ def test_every_host_has_a_snippet() -> None:
     assert [subject(snippet) for snippet in SNIPPETS] == ["torch", "lightning", "accelerate"]
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=subject)
-def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
-    """In a fresh interpreter: Lightning and Accelerate must know the modes without our import."""
+def test_the_snippet_of_torch_runs(tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
-    script.write_text(snippet)
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    script.write_text(SNIPPETS[0])
+    run_script(script, folder=tmp_path)
+
+
+# In one interpreter, because each takes seconds to start.
+HOSTS_ALONE = """
+import sys, runpy
+for host, script in zip(("accelerate", "lightning"), sys.argv[1:]):
+    assert not {host, f"{host}_bf16"} & {*sys.modules}
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_snippets_of_hosts_run(tmp_path: Path) -> None:
+    """Where nothing of theirs was imported: they must know the modes without our import."""
+    scripts = [tmp_path / f"{subject(snippet)}_snippet.py" for snippet in reversed(SNIPPETS[1:])]
+    for script, snippet in zip(scripts, reversed(SNIPPETS[1:]), strict=True):
+        script.write_text(snippet)
+    command = [sys.executable, "-c", HOSTS_ALONE, *map(str, scripts)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

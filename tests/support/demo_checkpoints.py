@@ -14,7 +14,7 @@ from gpt import GPTConfig
 
 from torch_bf16.tools.compare.corpus import batches, load_corpus
 
-STEPS = 120
+STEPS = 60
 
 
 class _Save(lightning.Callback):
@@ -31,7 +31,7 @@ class _Save(lightning.Callback):
 # Our modes store the same either way, and many CPUs are slow at products in bf16.
 @mock.patch.dict(os.environ, BF16_COMPUTE="fp32")
 def train(folder: Path, lr: float) -> None:
-    """Write ``MODE-0.ckpt`` and ``MODE-120.ckpt`` of each precision."""
+    """Write ``MODE-0.ckpt`` and ``MODE-60.ckpt`` of each precision."""
     corpus = load_corpus(300_000)
     for mode in lightning_demo.MODES:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ def train(folder: Path, lr: float) -> None:
             enable_progress_bar=False,
         )
         model = lightning_demo.LanguageModel(GPTConfig(context=16, width=64, layers=2), lr, STEPS)
-        data = batches(corpus.train, n=STEPS, seed=1, batch_size=8, context=16)
+        data = batches(corpus.train, n=STEPS, seed=1, batch_size=2, context=16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.fit(model, lightning_demo.loader(data))

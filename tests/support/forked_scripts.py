@@ -65,9 +65,13 @@ def _call(
         os.dup2(file.fileno(), 2)
     os.environ.update(variables)
     os.chdir(folder)
-    # What runs here must not find what lies beside tests.
-    sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(_TESTS)]
+    outside_tests()
     function(*arguments)
+
+
+def outside_tests() -> None:
+    """What runs in this process from now on finds nothing that lies beside tests."""
+    sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(_TESTS)]
 
 
 def _run_script(script: str, options: tuple[str, ...]) -> None:

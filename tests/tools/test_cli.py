@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from own_process import printed_by
 
 from torch_bf16 import RECIPES
 from torch_bf16.backends.certificates import file_of
@@ -165,3 +166,31 @@ def test_the_record_in_a_folder_is_kept_and_the_page_beside_it_is_made_again(tmp
     assert record.read_text() == "{}"
     keep_inputs(page, tmp_path)
     keep_inputs(tmp_path / "new.json", tmp_path)
+
+
+HOSTS = ("transformers", "lightning", "accelerate")
+COMPILERS = ("numba", "triton", "torch._dynamo", "torch.distributed.tensor")
+PAGES = ("matplotlib", "rich", "tensorboard", "pandas")
+HEAVY = (*HOSTS, *COMPILERS, *PAGES)
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    """In one fresh interpreter: what a command imports, those after it find."""
+    found = printed_by(f"""
+        import sys
+        import torch
+        before = set(sys.modules)
+        from torch_bf16.tools import cli
+
+        def heavy():
+            return [each for each in {HEAVY!r} if each in sys.modules and each not in before]
+
+        assert cli.main(["estimate", "8B"]) == 0
+        print("estimate:", heavy())
+        from torch_bf16.tools.compare import command
+        print("compare:", heavy())
+        assert cli.main(["info"]) == 0
+        print("info:", [each for each in heavy() if each in {(*HOSTS, "torch._dynamo", *PAGES)!r}])
+    """)
+    said = [line for line in found if line.startswith(("estimate:", "compare:", "info:"))]
+    assert said == ["estimate: []", "compare: []", "info: []"]

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from compare_cases import FACTORIES
-from own_process import printed_by
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.compare import progress
@@ -300,13 +299,3 @@ def test_a_record_of_another_comparison_is_not_replaced(tmp_path, capsys):
 def test_a_training_that_fails_is_not_taken_for_one_that_loses(fault, said, capsys):
     assert compare(f"mine_to_compare:failing_{fault}", *QUICK) == 2
     assert said in capsys.readouterr().err
-
-
-def test_nothing_heavy_is_imported_before_it_is_needed():
-    program = """
-        import sys
-        from torch_bf16.tools.compare import command
-        names = ("matplotlib", "rich", "tensorboard", "pandas", "numba", "triton")
-        print([name for name in names if name in sys.modules])
-    """
-    assert printed_by(program) == ["[]"]

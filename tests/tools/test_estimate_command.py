@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 from estimated_models import ROWS
-from own_process import printed_by
 from torch import nn
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.estimate import sources
 from torch_bf16.tools.estimate.activations import activations, batch_argument
+from torch_bf16.tools.system_memory import peak_growth
 
 LLAMA = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512},
@@ -357,38 +357,16 @@ def test_an_interrupt_ends_without_a_traceback(capsys, monkeypatch):
     assert capsys.readouterr().err == "python -m torch_bf16 estimate: interrupted\n"
 
 
-HEAVY = ("numba", "transformers", "torch._dynamo", "torch.distributed.tensor", "matplotlib", "rich")
-
-
-def measured(program):
-    """What a program printed as JSON, in a process of its own."""
-    return json.loads(printed_by(program)[-1])
-
-
-def test_a_number_is_answered_without_anything_heavy():
-    found = measured(f"""
-        import json, sys
-        import torch
-        before = set(sys.modules)
-        from torch_bf16.tools import cli
-        assert cli.main(["estimate", "8B"]) == 0
-        heavy = [each for each in {HEAVY!r} if each in sys.modules and each not in before]
-        print(json.dumps(heavy))
-    """)
-    assert found == []
-
-
-def test_a_config_of_70_billion_takes_less_than_a_gigabyte(tmp_path):
+def test_a_config_of_70_billion_takes_less_than_100_megabytes(tmp_path, forked_workers):
     pytest.importorskip("transformers")
-    path = config(tmp_path / "model", SEVENTY)
-    found = measured(f"""
-        import json
-        import torch
-        from torch_bf16.tools import cli
-        assert cli.main(["estimate", {str(path)!r}, "--ranks", "64"]) == 0
-        print(json.dumps(peak_bytes()))
-    """)
-    assert found < 10**9
+    small = config(tmp_path / "small", LLAMA)
+    large = config(tmp_path / "model", SEVENTY)
+    grown = peak_growth(estimated, (small,), (large,), 1, 250)
+    assert grown is None or 0 <= grown < 10**8
+
+
+def estimated(path):
+    assert cli.main(["estimate", str(path), "--ranks", "64"]) == 0
 
 
 def test_sources_name_what_they_take():

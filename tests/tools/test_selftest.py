@@ -96,11 +96,11 @@ def short(device):
     return variants_for(device)[:3]
 
 
-def test_kernels_are_tried_in_processes_and_nothing_is_left(monkeypatch, tmp_path):
+def test_kernels_are_tried_in_a_fresh_process_and_nothing_is_left(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
     monkeypatch.setattr(certificates, "variants_for", short)
     with certificates.fresh_verdicts():
-        found = certify(CPU, 2)
+        found = certify(CPU, 1)
     assert [each.variant for each in found] == [each.name for each in variants_for(CPU)[:3]]
     assert all(each.fault is None and each.backend == "cpu" for each in found)
     assert os.environ["TORCH_BF16_CACHE"] == str(tmp_path)
@@ -124,10 +124,13 @@ def killed(pipe, device, numbers):
         pipe.send((number, None, 0.5))
 
 
-def test_a_killed_process_takes_its_own_verdict_along_and_no_other(monkeypatch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_process_takes_its_own_verdict_along_and_no_other(
+    processes, monkeypatch, forked_workers
+):
     monkeypatch.setattr(certificates, "variants_for", short)
     monkeypatch.setattr(certificates, "_try", killed)
-    faults = [each.fault for each in certify(CPU, 1)]
+    faults = [each.fault for each in certify(CPU, processes)]
     assert faults == [None, "the process that tried it ended with -9", None]
 
 
@@ -139,7 +142,7 @@ def hanging(pipe, device, numbers):
         pipe.send((number, "wrong" if number == 0 else None, 0.5))
 
 
-def test_a_kernel_that_hangs_is_given_up(monkeypatch):
+def test_a_kernel_that_hangs_is_given_up(monkeypatch, forked_workers):
     monkeypatch.setattr(certificates, "variants_for", short)
     monkeypatch.setattr(certificates, "_try", hanging)
     said = []
@@ -166,7 +169,7 @@ def losing(pipe, device, numbers):
 _try = certificates._try
 
 
-def test_a_process_that_lost_its_device_blames_no_other_variant(monkeypatch):
+def test_a_process_that_lost_its_device_blames_no_other_variant(monkeypatch, forked_workers):
     monkeypatch.setattr(certificates, "variants_for", short)
     monkeypatch.setattr(certificates, "_try", losing)
     faults = [each.fault for each in certify(CPU, 1)]
@@ -181,7 +184,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(command, "all_checks", lambda: {"a check": lambda device: None})
     monkeypatch.setattr(command, "models_for", lambda device: {"tiny": [(40, 64), (64,)]})
     monkeypatch.setattr(speed, "_ROUNDS", {"cpu": 2})
-    monkeypatch.setattr("torch_bf16.tools.bench.rounds._COPY_BYTES", {"cpu": 1 << 20})
 
 
 def test_it_ends_in_a_verdict_a_table_a_picture_and_a_record(quick, capsys, tmp_path):

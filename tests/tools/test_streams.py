@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from forked_commands import CLOSED, NO_READER, run_command
 
 _NOISY = """
 import os
@@ -44,49 +45,47 @@ if __name__ == "__main__":
 """
 
 
-def shell(command, **options):
-    """Run ``command`` of bash, with ``torch_bf16`` for the program, and end with its status."""
-    # Buffered, as without PYTHONUNBUFFERED, so that some errors would show only at exit.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    command = command.replace("torch_bf16", f"{sys.executable} -m torch_bf16", 1)
-    return subprocess.run(
-        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        text=True,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
-    )
-
-
 @pytest.mark.parametrize(
-    ("redirected", "status", "said"),
+    ("streams", "arguments", "status", "said"),
     [
-        (">&-", 0, ""),
-        ("2>&- | cat", 0, ""),
-        ("| true", 0, ""),
-        ("> /dev/full", 2, "python -m torch_bf16 estimate: [Errno 28] No space left on device\n"),
-        ("--json - > /dev/full", 2, "python -m torch_bf16 estimate: [Errno 28] No space left "),
-        ("--json - >&-", 0, ""),
-        ("--json - 2>&- | cat", 0, ""),
+        ({"stdout": CLOSED}, "", 0, ""),
+        ({"stderr": CLOSED}, "", 0, ""),
+        ({"stdout": NO_READER}, "", 0, ""),
+        ({"stdout": "/dev/full"}, "", 2, "[Errno 28] No space left on device\n"),
+        ({"stdout": "/dev/full"}, "--json -", 2, "[Errno 28] No space left "),
+        ({"stdout": CLOSED}, "--json -", 0, ""),
+        ({"stderr": CLOSED}, "--json -", 0, ""),
     ],
 )
-def test_output_that_goes_nowhere_ends_without_a_traceback(redirected, status, said):
-    done = shell(f"torch_bf16 estimate 1M --ranks 1 {redirected}", stdout=subprocess.DEVNULL)
-    assert done.returncode == status
-    assert done.stderr.startswith(said)
+def test_output_that_goes_nowhere_ends_without_a_traceback(
+    streams, arguments, status, said, tmp_path
+):
+    command = f"estimate 1M --ranks 1 {arguments}".split()
+    done = run_command(*command, folder=tmp_path, **streams)
+    assert done.status == status, done.stderr
+    assert done.stderr.startswith(said and f"python -m torch_bf16 estimate: {said}")
     assert bool(done.stderr) == bool(said)
 
 
-def test_an_error_whose_reader_is_gone_keeps_its_status():
-    # "true" is done long before the command has been imported.
-    assert shell("torch_bf16 doctor nofile.pt 2>&1 | true").returncode == 2
+def test_an_error_whose_reader_is_gone_keeps_its_status(tmp_path):
+    gone = {"stdout": NO_READER, "stderr": NO_READER}
+    assert run_command("doctor", "nofile.pt", folder=tmp_path, **gone).status == 2
 
 
 def test_a_benchmark_measures_with_closed_streams(tmp_path):
+    """In an interpreter that starts with them, and in the one that it starts for the peak."""
     record = tmp_path / "record.json"
-    sizes = "--parameters 2304 --tensors 3 --rounds 1 --recipes bf16-stochastic --backend eager"
-    done = shell(f"torch_bf16 bench {sizes} --json {record} <&- >&- 2>&-")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert json.loads(record.read_text())["results"]
+    sizes = "--parameters 2304 --tensors 3 --rounds 1 --backend eager --against ''"
+    one_row = "--recipes bf16-stochastic --baseline bf16-stochastic"
+    command = f"{sys.executable} -m torch_bf16 bench {sizes} {one_row} --json {record}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} <&- >&- 2>&-"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+    (row,) = json.loads(record.read_text())["results"]
+    assert row["peak_bytes_per_parameter"] is None or row["peak_bytes_per_parameter"] > 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_benchmark_measures_with_closed_streams(tmp_path):
 )
 def test_json_on_standard_output_is_all_that_is_printed_there(arguments, tmp_path):
     (tmp_path / "noisy.py").write_text(_NOISY)
-    done = shell(f"torch_bf16 {arguments} --json -", cwd=tmp_path)
+    done = run_command(*arguments.split(), "--json", "-", folder=tmp_path)
     assert json.loads(done.stdout)["schema"] == 1
     for line in ("imported", "made", "from a child", "from C"):
         assert line in done.stderr
@@ -102,7 +101,7 @@ def test_json_on_standard_output_is_all_that_is_printed_there(arguments, tmp_pat
 
 def test_what_a_script_prints_goes_to_standard_error(tmp_path):
     (tmp_path / "noisy.py").write_text(_NOISY)
-    done = shell("torch_bf16 recommend noisy.py --steps 4", cwd=tmp_path)
+    done = run_command("recommend", "noisy.py", "--steps", "4", folder=tmp_path)
     assert "RECOMMENDED" in done.stdout
     for line in ("imported", "made", "from a child", "from C"):
         assert line in done.stderr

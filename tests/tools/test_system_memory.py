@@ -40,12 +40,12 @@ def test_peak_memory_of_a_fresh_process_is_that_of_the_tensors():
     assert 7.9 < peak / total < 8.6
 
 
-def test_a_process_that_fails_or_never_ends_has_no_peak():
+def test_a_process_that_fails_or_never_ends_has_no_peak(forked_workers):
     assert peak_bytes(entry(fault="constructor"), SHAPES, 1) is None
     assert peak_bytes(entry(fault="slow"), SHAPES, 1, seconds=0.1) is None
 
 
-def test_peaks_of_another_process_are_those_of_its_second_call():
+def test_peaks_of_another_process_are_those_of_its_second_call(forked_workers):
     found = peak_growth(_allocate, (1 << 20,), (64 << 20,), 1, 60)
     assert found is None or 0.9 * (64 << 20) < found < 1.5 * (64 << 20)
 

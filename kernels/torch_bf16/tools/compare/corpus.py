@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,9 +82,13 @@ def batches(
 
 
 def _source_files(root: Path) -> list[Path]:
-    files = [
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*.py")
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
-    ]
-    return [path for _, path in sorted(files, key=lambda f: hashlib.sha256(f[0].encode()).digest())]
+    files = []
+    for folder, folders, names in os.walk(root):
+        # What is installed lies here, too, and is more than the library.
+        folders[:] = [each for each in folders if each not in _SKIPPED_FOLDERS]
+        files += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+
+    def place(file: str) -> bytes:
+        return hashlib.sha256(Path(file).relative_to(root).as_posix().encode()).digest()
+
+    return [Path(file) for file in sorted(files, key=place)]
