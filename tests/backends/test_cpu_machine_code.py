@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from itertools import product
 
@@ -27,9 +26,10 @@ ROUNDED_ONCE = r"\t(vfn?m(add|sub)|fn?m(la|ls|add|sub|ad|sb)\b)"
 ESTIMATE = r"\t(v?rsqrt|v?rcp|frsqrt|frecp)"
 
 
-@functools.cache
-def assembly(moments):
-    return cross_compiled(*MOMENTS[moments])
+@pytest.fixture(scope="module")
+def assembly():
+    """Of all moments: the process takes longer to start than to compile for one more."""
+    return cross_compiled(MOMENTS)
 
 
 def count(pattern, body):
@@ -41,9 +41,11 @@ VECTORS = [each for each in product(MOMENTS, TARGETS) if each != ("int8", "neove
 
 
 @pytest.mark.parametrize(("moments", "cpu"), VECTORS)
-def test_the_update_is_a_loop_of_full_vectors_with_exact_roots_and_quotients(moments, cpu):
+def test_the_update_is_a_loop_of_full_vectors_with_exact_roots_and_quotients(
+    assembly, moments, cpu
+):
     root, quotient = WIDE[cpu]
-    found = [body for body in loops(assembly(moments)[cpu]) if count(quotient, body)]
+    found = [body for body in loops(assembly[moments][cpu]) if count(quotient, body)]
     assert found, f"no loop divides by {quotient}"
     update = found[0]
     # For each number one of v, and one of m where it is stored by its root.
@@ -54,8 +56,8 @@ def test_the_update_is_a_loop_of_full_vectors_with_exact_roots_and_quotients(mom
 
 @pytest.mark.parametrize("cpu", TARGETS)
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_nothing_is_estimated_fused_or_called(moments, cpu):
-    text = assembly(moments)[cpu]
+def test_nothing_is_estimated_fused_or_called(assembly, moments, cpu):
+    text = assembly[moments][cpu]
     # A fused product and sum has other bits.
     assert re.findall(ROUNDED_ONCE, text) == []
     assert re.findall(ESTIMATE, text) == []

@@ -1,9 +1,9 @@
 """Division and root of eight numbers at once are the assembler's own short way, and round right."""
 
-import os
+import functools
+import importlib
 import re
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs
 import sass
 import triton
 import triton.language as tl
+from forked_scripts import call_in_fork
 from proofs.quotients import check_quotients, check_ranges, check_roots, near, rcp, rsqrt
 from ptx.arithmetic import fma
 from ptx.inline import run
@@ -33,12 +34,14 @@ def _root(in_ptr, out_ptr):
     tl.store(out_ptr, ieee.sqrt(tl.load(in_ptr), False))
 
 
-def short_way(kernel, target, folder):
+@functools.cache
+def short_way(kernel, target):
     """What the assembler makes of one operation: approximation, products and sums."""
     source = ASTSource(kernel, {"in_ptr": "*fp32", "out_ptr": "*fp32"})
     options = {"num_warps": 1, "enable_fp_fusion": False}
     found = compile(source, target=TARGETS[target], options=options)
-    code = sass.Code.of(found.asm["cubin"], folder)
+    with tempfile.TemporaryDirectory() as folder:
+        code = sass.Code.of(found.asm["cubin"], Path(folder))
     texts = code.usual(0, len(code.instructions))
     texts = texts[: next(i for i, text in enumerate(texts) if "STG" in text)]
     return [text for text in texts if sass.opcode(text).split(".")[0] in ("MUFU", "FFMA", "FMUL")]
@@ -71,13 +74,13 @@ def run_sass(texts, arguments, approximations):
 @pytest.mark.parametrize(
     ("kernel", "text", "count"), [(_quotient, ieee.DIV_PTX, 2), (_root, ieee.SQRT_PTX, 1)]
 )
-def test_the_short_way_is_the_assemblers_own(kernel, text, count, ulps, tmp_path):
+def test_the_short_way_is_the_assemblers_own(kernel, text, count, ulps):
     rng = np.random.default_rng(0)
     exponents = rng.integers(-40, 40, (count, 1 << 16))
     arguments = list(np.ldexp(rng.uniform(1, 2, (count, 1 << 16)), exponents).astype(np.float32))
     approximations = near(rcp, ulps), near(rsqrt, ulps)
     own = run_sass(
-        short_way(kernel, "sm_100", tmp_path), arguments,
+        short_way(kernel, "sm_100"), arguments,
         dict(zip(("MUFU.RCP", "MUFU.RSQ"), approximations, strict=True)),
     )  # fmt: skip
     lanes = [each for each in arguments for _ in range(8)]
@@ -100,28 +103,18 @@ def test_what_is_out_of_range_is_never_taken_for_usual():
     check_ranges(1, step=27)
 
 
-WITH_TRITON_3_5 = """
-import triton
-triton.__version__ = "3.5.1"
-from test_triton_ieee import ptx_of, _quotient, _root
-print(ptx_of(_quotient), ptx_of(_root))
-"""
-
-
 def ptx_of(kernel):
     source = ASTSource(kernel, {"in_ptr": "*fp32", "out_ptr": "*fp32"})
     return compile(source, target=TARGETS["sm_90"], options={"num_warps": 1}).asm["ptx"]
 
 
-def test_triton_35_which_flushes_subnormals_is_given_the_instructions():
-    ptx_text = subprocess.run(
-        [sys.executable, "-c", WITH_TRITON_3_5],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    ).stdout
+def print_ptx_of_triton_35():
+    triton.__version__ = "3.5.1"
+    importlib.reload(ieee)
+    print(ptx_of(_quotient), ptx_of(_root))
+
+
+def test_triton_35_which_flushes_subnormals_is_given_the_instructions(tmp_path):
+    ptx_text = call_in_fork(print_ptx_of_triton_35, folder=tmp_path)
     inline = re.findall(r"begin inline asm\s+(?:\.loc.*\s+)?((?:div|sqrt)\S+)", ptx_text)
     assert inline == ["div.rn.f32", "sqrt.rn.f32"]

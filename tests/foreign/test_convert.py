@@ -11,6 +11,7 @@ from optimizer_cases import (
     OPTIMIZERS,
     RECIPES,
     assert_same,
+    backend_of,
     bits,
     differs,
     every_recipe,
@@ -46,7 +47,7 @@ def test_the_object_and_all_that_hangs_on_it_stay(name, recipe):
     optimizer.register_step_pre_hook(lambda *_: ran.append("pre"))
     optimizer.register_step_post_hook(lambda *_: ran.append("post"))
     optimizer.register_state_dict_post_hook(lambda *_: ran.append("state_dict"))
-    assert convert(optimizer, RECIPES[recipe]) is optimizer
+    assert convert(optimizer, RECIPES[recipe], backend=backend_of(name)) is optimizer
     assert isinstance(optimizer, OPTIMIZERS[name][0])
     assert isinstance(optimizer, (OPTIMIZERS[name][1], BF16Optimizer))
     assert optimizer.recipe == RECIPES[recipe]
@@ -63,11 +64,11 @@ def test_the_object_and_all_that_hangs_on_it_stay(name, recipe):
 
 @every_torch_pair
 def test_a_converted_optimizer_steps_as_one_that_was_made_so(name, recipe):
-    converted = convert(
-        torch_optimizer(name, make_module(RECIPES[recipe]).parameters()), RECIPES[recipe]
-    )
+    how = {"recipe": RECIPES[recipe], "backend": backend_of(name)}
+    theirs = torch_optimizer(name, make_module(RECIPES[recipe]).parameters())
+    converted = convert(theirs, **how)
     ours, _, options = OPTIMIZERS[name]
-    made = ours(make_module(RECIPES[recipe]).parameters(), **options, recipe=RECIPES[recipe])
+    made = ours(make_module(RECIPES[recipe]).parameters(), **options, **how)
     for optimizer in (converted, made):
         take_steps(optimizer, range(4))
     assert_same(snapshot(converted), snapshot(made))
@@ -145,7 +146,7 @@ def test_state_of_torch_is_taken_over_in_the_formats_of_the_recipe(dtype, name, 
         for p in module.parameters()
     ]
     torch_bf16.cast_model(module, RECIPES[recipe])
-    convert(optimizer, RECIPES[recipe])
+    convert(optimizer, RECIPES[recipe], backend=backend_of(name))
     reference = OPTIMIZERS[name][0]
     for p, weight, before in zip(module.parameters(), weights, moments, strict=True):
         state = optimizer.state[p]
@@ -164,7 +165,9 @@ def test_state_of_torch_is_taken_over_in_the_formats_of_the_recipe(dtype, name, 
     take_steps(optimizer, [3])
     # The next step continues from there: with fresh moments it would be another one.
     fresh = copy.deepcopy(module)
-    fresh_optimizer = convert(torch_optimizer(name, fresh.parameters()), RECIPES[recipe])
+    fresh_optimizer = convert(
+        torch_optimizer(name, fresh.parameters()), RECIPES[recipe], backend=backend_of(name)
+    )
     before = snapshot(optimizer)
     for each in (optimizer, fresh_optimizer):
         take_steps(each, [4])

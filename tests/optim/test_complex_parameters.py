@@ -14,7 +14,7 @@ from complex_cases import (
     real,
     scattered,
 )
-from optimizer_cases import OPTIMIZERS, every_backend, every_case, parameters_of
+from optimizer_cases import OPTIMIZERS, backend_of, every_backend, every_case, parameters_of
 from recorded_graphs import record
 from torch import nn
 
@@ -89,7 +89,7 @@ def test_triton_gives_them_too_and_so_do_replays_of_a_graph(interpreted, name, r
 @pytest.mark.parametrize("name", [name for name, case in OPTIMIZERS.items() if case[1]])
 def test_complex_parameters_follow_torch(name):
     _, theirs, options = OPTIMIZERS[name]
-    ours, _ = make_pair(name, "master", "cpu")
+    ours, _ = make_pair(name, "master", backend_of(name))
     parameters = [nn.Parameter(each.clone()) for each in make_tensors().values()]
     reference = theirs(parameters, **options)
     for seed in range(6):

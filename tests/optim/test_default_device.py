@@ -45,8 +45,14 @@ def run(kind, backend, defaults):
     return snapshot(optimizer)
 
 
-@pytest.mark.parametrize("backend", ["eager", "cpu"])
-@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "Adagrad", "Muon", "Adafactor", "SGD"])
+# Numba takes seconds for each rule: on the CPU backend one of a kernel, and those of parts.
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "eager") for kind in ("AdamW", "NAdam", "Adagrad", "Muon", "Adafactor", "SGD")),
+        *((kind, "cpu") for kind in ("AdamW", "Muon", "Adafactor")),
+    ],
+)
 def test_steps_and_state_dicts_do_not_follow_the_defaults(kind, backend):
     made = getattr(torch_bf16, kind)
     assert_same(run(made, backend, other_defaults), run(made, backend, nullcontext))

@@ -117,7 +117,7 @@ def test_control_weights_rounded_to_nearest_end_elsewhere(gradients, trained):
 )
 def test_the_two_exact_formats_hold_the_same_master(name, backend):
     options = {key: value for key, value in OPTIMIZERS[name][2].items() if key != "lr"}
-    gradients = all_gradients(100, (7, 5), seed=1)
+    gradients = all_gradients(30, (7, 5), seed=1)
     (halves, one), (visible, other) = (
         cast_and_train(recipe, gradients, name, backend, **options)
         for recipe in (BF16_PLUS_16, BF16_PLUS_FP32)

@@ -13,7 +13,7 @@ from optimizer_cases import (
     differs,
     every_backend,
     every_case,
-    every_pair,
+    every_pair_on_cpu,
     make_optimizer,
     make_parameters,
     parameters_of,
@@ -272,7 +272,7 @@ def test_step_hooks_run_around_the_step(name, recipe, backend):
     assert_same(seen[1][1], snapshot(optimizer))
 
 
-@every_pair
+@every_pair_on_cpu
 @every_backend
 def test_the_backend_attribute_decides_who_steps_also_between_steps(
     name, recipe, backend, monkeypatch
@@ -321,7 +321,7 @@ def test_a_recipe_chosen_between_steps_rewrites_the_state(name, backend, caplog)
     assert "weights bf16+16 -> bf16_stochastic" in record.getMessage()
 
 
-@every_pair
+@every_pair_on_cpu
 def test_backends_agree_bit_for_bit_on_every_kind_of_parameter(name, recipe):
     optimizers = [
         make_optimizer(name, recipe, backend, make_parameters().values()) for backend in BACKENDS

@@ -141,7 +141,7 @@ def test_a_scale_counts_for_the_next_step_alone(name, recipe, backend):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_takes_the_scale_back(name, set_to_none):
     one, other = (
-        make_optimizer(name, "stochastic", "cpu", make_parameters().items()) for _ in range(2)
+        make_optimizer(name, "stochastic", "eager", make_parameters().items()) for _ in range(2)
     )
     one.scale_next_step(0.0)
     one.zero_grad(set_to_none)

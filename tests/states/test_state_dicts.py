@@ -7,6 +7,7 @@ import torch
 from optimizer_cases import (
     OPTIMIZERS,
     RECIPES,
+    backend_of,
     every_pair,
     every_recipe,
     every_torch_pair,
@@ -50,7 +51,7 @@ def everything(optimizer):
 def fresh(name, recipe, seed=0, noise=0, **options):
     if isinstance(recipe, str):
         recipe = torch_bf16.get_recipe(RECIPES[recipe], seed=noise)
-    return make_optimizer(name, recipe, "cpu", make_parameters(seed).values(), **options)
+    return make_optimizer(name, recipe, backend_of(name), make_parameters(seed).values(), **options)
 
 
 def train(optimizer, first, last):
@@ -350,7 +351,7 @@ def distributed_case(name, recipe):
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
     torch_bf16.cast_model(module, RECIPES[recipe])
-    return module, make_optimizer(name, recipe, "cpu", module.parameters())
+    return module, make_optimizer(name, recipe, backend_of(name), module.parameters())
 
 
 @every_pair

@@ -26,11 +26,14 @@ TARGETS = {
 """Processors and their triples: AVX2, NEON, SVE of 256 bits, NEON."""
 
 
-def cross_compiled(exp_avg: str, exp_avg_sq: str) -> dict[str, str]:
-    """The assembly of AdamW over bf16 weights, stochastic, for each of :data:`TARGETS`."""
+def cross_compiled(moments: dict[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """The assembly of AdamW over bf16 weights, stochastic, for each of :data:`TARGETS`.
+
+    For some formats of both moments, by the names of these.
+    """
     environment = {**os.environ, "NUMBA_OPT": "0", "PYTHONPATH": str(ROOT / "kernels")}
     done = subprocess.run(
-        [sys.executable, __file__, exp_avg, exp_avg_sq],
+        [sys.executable, __file__, json.dumps(moments)],
         env=environment,
         capture_output=True,
         text=True,
@@ -53,21 +56,13 @@ def loops(assembly: str) -> list[list[str]]:
     return sorted(found, key=len)
 
 
-def _main(exp_avg: str, exp_avg_sq: str) -> None:
+def _main(moments: str) -> None:
     import llvmlite.binding as llvm
     import numba
-    import torch
     from numba.core.registry import cpu_target
 
-    from torch_bf16 import rules
-    from torch_bf16.backends.bucket import Variant
-    from torch_bf16.backends.cpu import job, kernel
-    from torch_bf16.recipe import Recipe
+    from torch_bf16.backends.cpu import job
 
-    recipe = Recipe(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    roles = ("weights", "exp_avg", "exp_avg_sq")
-    formats = tuple(recipe.format_of(role, (64, 64)) for role in roles)
-    variant = Variant(rules.ADAMW, formats, torch.bfloat16, torch.device("cpu"))
     njit = numba.njit
 
     class WithoutCache:
@@ -76,11 +71,29 @@ def _main(exp_avg: str, exp_avg_sq: str) -> None:
             return njit(*arguments, **options)
 
     job.numba = WithoutCache  # what is read from the cache has no IR
-    (compiled,) = kernel.compile_step(variant, 7).compiled.overloads.values()
-    ir = compiled.library.get_llvm_str()
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    print(json.dumps({cpu: _compiled(ir, cpu, cpu_target) for cpu in TARGETS}))
+    found = {}
+    for name, formats in json.loads(moments).items():
+        ir = _ir(*formats)
+        found[name] = {cpu: _compiled(ir, cpu, cpu_target) for cpu in TARGETS}
+    print(json.dumps(found))
+
+
+def _ir(exp_avg: str, exp_avg_sq: str) -> str:
+    import torch
+
+    from torch_bf16 import rules
+    from torch_bf16.backends.bucket import Variant
+    from torch_bf16.backends.cpu import kernel
+    from torch_bf16.recipe import Recipe
+
+    recipe = Recipe(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    roles = ("weights", "exp_avg", "exp_avg_sq")
+    formats = tuple(recipe.format_of(role, (64, 64)) for role in roles)
+    variant = Variant(rules.ADAMW, formats, torch.bfloat16, torch.device("cpu"))
+    (compiled,) = kernel.compile_step(variant, 7).compiled.overloads.values()
+    return compiled.library.get_llvm_str()
 
 
 def _compiled(ir: str, cpu: str, cpu_target) -> str:

@@ -75,24 +75,29 @@ RECIPES = {
 }
 BACKENDS = ("cpu", "eager")
 
-# Those that take every recipe on every backend. The others share all code but the rule, which is
-# tested with every format elsewhere; they take a mode on one backend, and the other on the other.
+# Those that take every recipe on every backend. The others share all code but the rule, whose
+# kernels test_backends.py compares with the oracle; Numba takes seconds for each of them.
 THOROUGH = ("adamw", "sgd", "momentum")
 MODES = ("stochastic", "master")
+# One that has a statistic of its own, and one whose weights are not what it iterates.
+ALSO_ON_CPU = ("stable", "schedule_free_adamw")
 
-
-def _recipes_of(name, shift):
-    if name in THOROUGH:
-        return list(RECIPES)
-    return [MODES[(list(OPTIMIZERS).index(name) + shift) % 2]]
-
-
-PAIRS = [(name, recipe) for name in OPTIMIZERS for recipe in _recipes_of(name, 0)]
+PAIRS = [
+    (name, recipe)
+    for number, name in enumerate(OPTIMIZERS)
+    for recipe in (RECIPES if name in THOROUGH else [MODES[number % 2]])
+]
+ON_CPU = [
+    *((name, recipe) for name in THOROUGH for recipe in RECIPES),
+    *((name, "master") for name in ALSO_ON_CPU),
+]
 CASES = [
-    (name, recipe, backend)
-    for name in OPTIMIZERS
-    for shift, backend in enumerate(BACKENDS)
-    for recipe in _recipes_of(name, shift)
+    *((name, recipe, "cpu") for name, recipe in ON_CPU),
+    *(
+        (name, recipe, "eager")
+        for name in OPTIMIZERS
+        for recipe in (RECIPES if name in THOROUGH else MODES)
+    ),
 ]
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -105,8 +110,14 @@ every_torch_pair = pytest.mark.parametrize(
     ids=["-".join(pair) for pair in PAIRS if OPTIMIZERS[pair[0]][1]],
 )
 every_pair = pytest.mark.parametrize(("name", "recipe"), PAIRS, ids=map("-".join, PAIRS))
+every_pair_on_cpu = pytest.mark.parametrize(("name", "recipe"), ON_CPU, ids=map("-".join, ON_CPU))
 # ids such as adamw-master-cpu
 every_case = pytest.mark.parametrize(("name", "recipe", "backend"), CASES, ids=map("-".join, CASES))
+
+
+def backend_of(name):
+    """The backend on which an optimizer is tested where one is enough."""
+    return "cpu" if name in THOROUGH else "eager"
 
 
 def make_optimizer(name, recipe, backend, params, **options):

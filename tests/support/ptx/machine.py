@@ -42,6 +42,9 @@ def install(architecture):
     own, CompiledKernel._init_handles = CompiledKernel._init_handles, init_handles
     driver._active = Driver(notes=False, architecture=architecture)
     TritonBackend.unavailable = lambda backend, device: None
+    # Each launch looks for tensors through all objects that are not frozen.
+    gc.collect()
+    gc.freeze()
 
 
 def _launch(kernel, grid, _y, _z, _stream, _function, _packed, _metadata, _enter, _exit, *given):

@@ -1,5 +1,6 @@
 """The registers of many lanes."""
 
+import functools
 import re
 import struct
 
@@ -22,6 +23,8 @@ class Registers:
     def __init__(self, n, known, approximations):
         self._n, self._known, self._approximations = n, known, approximations
         self._bits = {}
+        # Most instructions run in the same lanes as the one before.
+        self._lanes, self._in_all = None, False
 
     def compute(self, each, lanes):
         """Carry out an instruction that knows registers alone, in some lanes."""
@@ -50,13 +53,18 @@ class Registers:
         result = np.asarray(result)
         if result.dtype != np.bool_:
             result = result.view(f"u{result.itemsize}")
-        prefix = re.match(r"%[a-z]+", text)
-        width = _WIDTHS[prefix[0]] if prefix else result.dtype
-        result = np.broadcast_to(result.astype(width), self._n)
-        if not lanes.all():
-            # What other lanes have not written is no number that a kernel could count on.
-            unwritten = np.full(self._n, 0xA5A5A5A5A5A5A5A5, U64).astype(width)
-            result = np.where(lanes, result, self._bits.get(text, unwritten))
+        # Registers are replaced and never changed, so that two may share an array.
+        result = result.astype(_width(text) or result.dtype, copy=False)
+        if result.shape != (self._n,):
+            result = np.broadcast_to(result, self._n)
+        if lanes is not self._lanes:
+            self._lanes, self._in_all = lanes, lanes.all()
+        if not self._in_all:
+            before = self._bits.get(text)
+            if before is None:
+                # What other lanes have not written is no number that a kernel could count on.
+                before = U64(0xA5A5A5A5A5A5A5A5).astype(result.dtype)
+            result = np.where(lanes, result, before)
         self._bits[text] = result
 
     def _repack(self, name, operands, lanes):
@@ -78,6 +86,13 @@ class Registers:
         for place, part in enumerate(parts):
             if part != "_":
                 self.write(part, pieces[place :: len(parts)], lanes)
+
+
+@functools.cache
+def _width(text):
+    """The type of a register's bits; None of what is none."""
+    prefix = re.match(r"%[a-z]+", text)
+    return _WIDTHS[prefix[0]] if prefix else None
 
 
 def _immediate(text, kind):
