@@ -38,7 +38,8 @@ from torch_bf16.rules import ADAFACTOR, ADAMW
 def _few(variants):
     """AdamW's with bf16 gradients, and with fp32 ones, and of other rules, the first and the last.
 
-    Formats and gradients are decoded apart from the rule; tests/proofs/machine_code.py has all.
+    Formats and gradients are decoded apart from the rule. tests/proofs/machine_code.py measures
+    every layout with bf16 gradients, for all targets.
     """
     layouts = {}
     for name, each in variants.items():
@@ -79,7 +80,7 @@ def whole_blocks(variant, folder, target="sm_90"):
     return opcodes, elements, code.resources
 
 
-# For sm_90 a test below compiles all; all for all targets are in tests/proofs/machine_code.py.
+# For sm_90 a test below compiles all of these.
 @pytest.mark.parametrize(
     ("name", "target"),
     [*zip([*VARIANTS][::3], cycle(["gfx942", "sm_100", "sm_80"]), strict=False)],
