@@ -106,9 +106,9 @@ def test_the_launcher_means_it(tmp_path):
     assert done.stderr.count("becomes 'bf16-stochastic'") == 1
 
 
-def test_switched_off_but_meant_fails_at_prepare(tmp_path):
-    command = [sys.executable, "-c", OWN, "bf16"]
-    done = run(command, tmp_path, BF16_AUTOLOAD="0", BF16_MODE="bf16-stochastic")
+def test_switched_off_but_meant_fails_at_prepare(tmp_path, after_torch):
+    variables = {"BF16_AUTOLOAD": "0", "BF16_MODE": "bf16-stochastic"}
+    done = after_torch(OWN, "bf16", folder=tmp_path, **variables)
     assert done.returncode == 1
     assert (
         "RuntimeError: BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0" in done.stderr
