@@ -1,4 +1,4 @@
-"""Scripts as if on fresh interpreters, forked from one that has imported torch and none of its hosts.
+"""Scripts as if on fresh interpreters, forked from one that has imported torch and no host of ours.
 
 The hook of ``import torch`` runs in the fork, by the environment of the script: it finds what it
 finds at the end of the real import, of which `launching.run` has the whole, in four seconds more.
@@ -17,7 +17,7 @@ from launching import BOUND, environment
 
 # What Accelerate, transformers and peft import of others takes longer than what is theirs.
 _SERVER = """
-import faulthandler, json, os, sys, traceback
+import faulthandler, json, os, sys, traceback, types
 import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel
 for name in ("datasets", "scipy.optimize", "sklearn.metrics"):
     try:
@@ -36,10 +36,11 @@ def call(script, arguments, folder, variables, seconds):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
     faulthandler.dump_traceback_later(seconds, exit=True)
     sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     code = 0
     try:
         bf16_autoload.autoload()
-        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+        exec(compile(script, "<script>", "exec"), vars(main))
     except BaseException:
         traceback.print_exc()
         code = 1

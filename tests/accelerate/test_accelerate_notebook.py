@@ -53,7 +53,8 @@ def test_a_notebook_launches_two_processes_and_then_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.v4.new_notebook()
-    cells = [DEFINE]
+    # What preparing imports, once instead of in each process.
+    cells = ["import torch._dynamo, torch.distributed.fsdp", DEFINE]
     for n, mode in ((2, "bf16-stochastic"), (1, "bf16-fp32-master")):
         folder = tmp_path / str(n)
         folder.mkdir()
