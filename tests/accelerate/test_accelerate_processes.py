@@ -24,6 +24,7 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
     result, stderr = launched(
         [*launch, *options, "--mixed_precision", "bf16-stochastic", SCRIPTS / "unchanged.py"],
         tmp_path,
+        BF16_BACKEND="eager",
     )
     assert result["mode"] == "bf16-stochastic"
     assert result["weights"] == "torch.bfloat16"
@@ -31,6 +32,7 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
     assert result["loss"] == "torch.float32"
     assert result["last"] < 0.5 * result["first"]
     assert stderr.count("mixed_precision=bf16-stochastic: 321 parameters ") == 1
+    assert stderr.count(", backend eager") == 1
 
 
 def test_replicas_with_different_seeds_end_bit_identical(ranks):
