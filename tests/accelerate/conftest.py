@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from after_torch import serving
 from forkserver import IMPORTS
 from small_model import Model
 from torch.nn.functional import mse_loss
@@ -26,6 +27,13 @@ def fresh_accelerate(monkeypatch):
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def after_torch(tmp_path_factory):
+    """``after_torch(script, *arguments, folder=..., **variables)``: on a fresh interpreter."""
+    with serving(tmp_path_factory.mktemp("after_torch")) as run_script:
+        yield run_script
 
 
 @pytest.fixture

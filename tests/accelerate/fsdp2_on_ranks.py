@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
+import os
 import warnings
+from contextlib import redirect_stderr
+from unittest import mock
 
 import pytest
 import torch
@@ -301,6 +305,39 @@ def taken_over(mode, kind, folder):
     step_on_given_gradients(model, optimizer)
     assert made.num_processes != 2
     return contents(model, optimizer)
+
+
+@on_ranks()
+def taken_over_as_launched(told, mode, folder):
+    """The same, where the launcher's words alone say how."""
+    with mock.patch.dict(os.environ, told):
+        made, model, optimizer = prepared()
+    assert made.mixed_precision == mode
+    made.register_for_checkpointing(Counter())
+    made.load_state(f"{folder}/state")
+    step_on_given_gradients(model, optimizer)
+    return contents(model, optimizer)
+
+
+@on_ranks()
+def trained_as_launched(told):
+    """What is printed in a training where the launcher's words alone say how."""
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, told), redirect_stderr(printed):
+        made, model, optimizer = prepared()
+    assert made.is_fsdp2
+    assert made.mixed_precision == told["ACCELERATE_MIXED_PRECISION"]
+    policy = made.state.fsdp_plugin.mixed_precision_policy
+    assert policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False), policy
+    groups = [each for each in model.modules() if type(each).__name__.startswith("FSDP")]
+    assert len(groups) >= 3, groups
+    losses = train(made, model, optimizer, range(12))
+    assert losses[-1] < 0.7 * losses[0], losses
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.to_local().numel() < parameter.numel()
+    return printed.getvalue()
 
 
 @on_ranks()

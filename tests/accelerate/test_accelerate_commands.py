@@ -11,7 +11,17 @@ import yaml
 from accelerate.commands import accelerate_cli
 from accelerate.state import AcceleratorState
 from accelerate.utils import write_basic_config
-from launching import BIN, BOUND, SCRIPTS, environment, launched, port, run
+from forked_scripts import run_script
+from launching import (
+    SCRIPTS,
+    accelerate_in_fork,
+    choose,
+    environment,
+    launched,
+    launched_environment,
+    port,
+    questionnaire,
+)
 
 from accelerate_bf16 import MODES, selftest
 
@@ -55,46 +65,30 @@ def cli(monkeypatch, capsys):
     return call
 
 
-def choose(child, question, last_option, keys=""):
-    child.expect_exact(question)
-    child.expect_exact(last_option)
-    child.send(keys + "\r")
-
-
-@pytest.mark.parametrize("keys", ["4", "\x1b[B" * 5], ids=["number-key", "arrow-keys"])
-def test_questionnaire_offers_both_modes_and_its_file_launches(tmp_path, keys):
+@pytest.mark.parametrize(
+    ("keys", "mode"), [("4", MODES[0]), ("\x1b[B" * 5, MODES[1])], ids=["number-key", "arrow-keys"]
+)
+def test_questionnaire_offers_both_modes_and_its_file_launches(tmp_path, keys, mode):
     path = tmp_path / "config.yaml"
-    mode = MODES[0] if keys == "4" else MODES[1]
-    child = pexpect.spawn(
-        str(BIN / "accelerate"),
-        ["config", "--config_file", str(path)],
-        env=environment(),
-        timeout=BOUND / 4,
-        encoding="utf-8",
-        dimensions=(50, 200),
-    )
-    choose(child, "In which compute environment", "SageMaker")
-    choose(child, "Which type of machine", "TPU")
-    child.expect_exact("on CPU only")
-    child.expect_exact("]:")
-    child.send("yes\r")
-    # What else is asked differs by version; the default answer to all of it is no.
-    while child.expect_exact(["Do you wish to use mixed precision?", "]:"]):
-        child.send("\r")
-    for name in ("no", "fp16", "bf16", "fp8", *MODES):
-        child.expect_exact(name)
-    child.send(keys + "\r")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    with questionnaire(path) as child:
+        child.expect_exact("SageMaker")
+        choose(child, "\r")
+        child.expect_exact("Which type of machine")
+        child.expect_exact("TPU")
+        choose(child, "\r")
+        child.expect_exact("on CPU only")
+        child.expect_exact("]:")
+        child.send("yes\r")
+        # What else is asked differs by version; the default answer to all of it is no.
+        while child.expect_exact(["Do you wish to use mixed precision?", "]:"]):
+            child.send("\r")
+        for name in ("no", "fp16", "bf16", "fp8", *MODES):
+            child.expect_exact(name)
+        choose(child, keys + "\r")
+        child.expect(pexpect.EOF)
     assert f"mixed_precision: {mode}\n" in path.read_text()
-    if keys == "4":
-        result, _ = launched(
-            [BIN / "accelerate", "launch", "--config_file", path, SCRIPTS / "unchanged.py"],
-            tmp_path,
-        )
-        assert result["mode"] == mode
-        assert result["weights"] == "torch.bfloat16"
+    told = launched_environment("--config_file", path)
+    assert told["ACCELERATE_MIXED_PRECISION"] == told["BF16_MODE"] == mode
 
 
 def test_sagemakers_questionnaire_asks_with_our_modes_too(monkeypatch):
@@ -116,6 +110,9 @@ def test_sagemakers_questionnaire_asks_with_our_modes_too(monkeypatch):
     assert ask("?", ["a", "b"], str) == "1"
 
 
+SAYS = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps(dict(os.environ)))"
+
+
 @pytest.mark.parametrize(
     "command",
     [["accelerate-launch"], [sys.executable, "-m", "accelerate.commands.launch"]],
@@ -126,23 +123,24 @@ def test_every_way_to_launch_reads_the_file_and_the_flag_and_passes_the_backend_
 ):
     path = config(**ONE_PROCESS)
     flag = ["--mixed-precision", "bf16-fp32-master"] if command[0] != "accelerate-launch" else []
-    command = [*command, "--config_file", path, *flag, SCRIPTS / "unchanged.py"]
-    result, stderr = launched(command, tmp_path, BF16_BACKEND="eager")
-    assert result["mode"] == (flag or [0, "bf16-stochastic"])[1]
-    assert result["weights"] == "torch.bfloat16"
-    assert stderr.count(f"mixed_precision={result['mode']}: 321 parameters") == 1
-    assert stderr.count(", backend eager") == 1
+    (tmp_path / "says.py").write_text(SAYS)
+    command = [*command, "--config_file", path, *flag, tmp_path / "says.py"]
+    told, _ = launched(command, tmp_path, BF16_BACKEND="eager")
+    mode = (flag or [0, "bf16-stochastic"])[1]
+    assert told["ACCELERATE_MIXED_PRECISION"] == told["BF16_MODE"] == mode
+    assert told["BF16_BACKEND"] == "eager"
 
 
 def test_accelerates_example_script_follows_the_file_alone(tmp_path, config):
     mode = "bf16-fp32-master"
-    path = config(**ONE_PROCESS | {"mixed_precision": mode})
-    launch = [BIN / "accelerate", "launch", "--config_file", path]
-    result, stderr = launched([*launch, SCRIPTS / "nlp_example.py"], tmp_path)
+    told = launched_environment("--config_file", config(**ONE_PROCESS | {"mixed_precision": mode}))
+    out = tmp_path / "result.json"
+    printed = run_script(SCRIPTS / "nlp_example.py", str(out), folder=tmp_path, **told)
+    result = json.loads(out.read_text())
     assert result["mode"] == mode
     assert result["weights"] == "torch.bfloat16"
     assert result["accuracy"] > 0.9
-    assert stderr.count(f"mixed_precision={mode}: ") == 1
+    assert printed.count(f"mixed_precision={mode}: ") == 1
 
 
 def test_config_update_keeps_the_mode(config, cli):
@@ -178,16 +176,14 @@ def test_write_basic_config_differs_by_the_mode_only(tmp_path):
 
 
 def test_accelerate_test_runs_our_own_selftest_on_every_process(tmp_path, config):
-    done = run(
-        [BIN / "accelerate", "test", "--config_file", config(**TWO_PROCESSES)],
-        tmp_path,
-        ACCELERATE_USE_CPU="true",
-    )
-    assert "Test is a success!" in done.stdout, done.stderr[-3000:]
+    path = config(**TWO_PROCESSES)
+    variables = {"ACCELERATE_USE_CPU": "true"}
+    printed = accelerate_in_fork("test", "--config_file", path, folder=tmp_path, **variables)
+    assert "Test is a success!" in printed
     mode = TWO_PROCESSES["mixed_precision"]
-    assert f"{mode}: weights are bfloat16" in done.stdout
-    assert f"{mode}: 2 replicas are bit-identical" in done.stdout
-    assert f"{mode}: a resumed run repeats itself bit for bit" in done.stdout
+    assert f"{mode}: weights are bfloat16" in printed
+    assert f"{mode}: 2 replicas are bit-identical" in printed
+    assert f"{mode}: a resumed run repeats itself bit for bit" in printed
 
 
 def test_selftest_passes_in_one_process_and_fails_without_the_mode(monkeypatch, capsys, mode):

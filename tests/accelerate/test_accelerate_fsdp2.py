@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 from importlib.metadata import version
 
 import pytest
 import torch
-from launching import SCRIPTS, launched
+from launching import launched_environment
 from packaging.version import Version
 
 from accelerate_bf16 import MODES
@@ -21,7 +20,6 @@ if Version(version("accelerate")) < Version("1.10"):
 import fsdp2_on_ranks as on_ranks
 from sharded_llama import assert_same, averages
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -38,14 +36,13 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 every_kind = pytest.mark.parametrize("kind", ["SHARDED", "FULL"])
 
 
-def test_the_launchers_options_are_enough_and_one_rank_says_what_is_trained(tmp_path):
-    command = [*LAUNCH, "--num_processes", "2"]
-    command += ["--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += ["--mixed_precision", "bf16-stochastic", "--use_fsdp", "--fsdp_version", "2"]
-    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-    _, stderr = launched([*command, SCRIPTS / "fsdp2.py", tmp_path], tmp_path, **ENVIRONMENT)
+def test_the_launchers_options_are_enough_and_one_rank_says_what_is_trained(ranks):
+    options = ["--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"]
+    options += ["--mixed_precision", "bf16-stochastic", "--use_fsdp", "--fsdp_version", "2"]
+    options += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    told = launched_environment(*options, "--main_process_port", "0", **ENVIRONMENT)
     line = "mixed_precision=bf16-stochastic: 35.1 k parameters (35.1 k bfloat16), 8.03 bytes per"
-    assert stderr.count(line) == 1
+    assert "".join(ranks(2, on_ranks.trained_as_launched, told)).count(line) == 1
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +91,12 @@ def test_one_rank_takes_over_what_two_have_saved(ranks, mode, kind, tmp_path):
 
 
 def test_one_rank_of_a_configuration_file_takes_over(ranks, tmp_path):
-    expected = ranks(2, on_ranks.saved, "bf16-fp32-master", "SHARDED", tmp_path)[0]
+    mode = "bf16-fp32-master"
+    expected = ranks(2, on_ranks.saved, mode, "SHARDED", tmp_path)[0]
     (tmp_path / "config.yaml").write_text(CONFIG)
-    launch = [*LAUNCH, "--config_file", tmp_path / "config.yaml"]
-    launched([*launch, SCRIPTS / "fsdp2.py", tmp_path], tmp_path, **ENVIRONMENT)
-    assert_same(torch.load(tmp_path / "taken over"), expected)
+    told = launched_environment("--config_file", tmp_path / "config.yaml", **ENVIRONMENT)
+    found = ranks(1, on_ranks.taken_over_as_launched, told, mode, tmp_path)[0]
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import nbformat
 import pytest
 from accelerate import notebook_launcher
 from free_port import free_port
-from launching import run
 from nbclient import NotebookClient
 
 DEFINE = """
@@ -55,7 +53,8 @@ def test_a_notebook_launches_two_processes_and_then_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.v4.new_notebook()
-    cells = [DEFINE]
+    # What preparing imports, once instead of in each process.
+    cells = ["import torch._dynamo, torch.distributed.fsdp", DEFINE]
     for n, mode in ((2, "bf16-stochastic"), (1, "bf16-fp32-master")):
         folder = tmp_path / str(n)
         folder.mkdir()
@@ -75,10 +74,10 @@ def test_a_notebook_launches_two_processes_and_then_one(tmp_path, monkeypatch):
     assert one["weights"] == "torch.bfloat16"
 
 
-def test_launcher_imported_by_name_before_us_knows_the_modes(tmp_path):
+def test_launcher_imported_by_name_before_us_knows_the_modes(tmp_path, after_torch):
     script = DEFINE + "import accelerate_bf16\n"
     script += LAUNCH.format(folder=str(tmp_path), n=1, mode="bf16-stochastic", port="0")
-    done = run([sys.executable, "-c", script], tmp_path, BF16_AUTOLOAD="0")
+    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "0.json").read_text())["mode"] == "bf16-stochastic"
 

@@ -1,4 +1,4 @@
-"""What only a fresh process can show: the launcher, torchrun, replicas, the order of imports."""
+"""What only other processes can show: the launcher, replicas, the order of imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+import replicas
 from launching import BIN, SCRIPTS, launched, run
+
+ROOT = Path(__file__).parents[2]
 
 
 def installed(name):
@@ -21,6 +24,7 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
     result, stderr = launched(
         [*launch, *options, "--mixed_precision", "bf16-stochastic", SCRIPTS / "unchanged.py"],
         tmp_path,
+        BF16_BACKEND="eager",
     )
     assert result["mode"] == "bf16-stochastic"
     assert result["weights"] == "torch.bfloat16"
@@ -28,31 +32,22 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
     assert result["loss"] == "torch.float32"
     assert result["last"] < 0.5 * result["first"]
     assert stderr.count("mixed_precision=bf16-stochastic: 321 parameters ") == 1
+    assert stderr.count(", backend eager") == 1
 
 
-def test_replicas_with_different_seeds_end_bit_identical(tmp_path):
+def test_replicas_with_different_seeds_end_bit_identical(ranks):
     mode = "bf16-stochastic"
-    variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": mode}
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    command = [*launch, SCRIPTS / "replicas.py"]
-    result, stderr = launched(command, tmp_path, BF16_ACCUMULATE="fp32", **variables)
-
-    first, second = result["ranks"]
-    assert result["mode"] == mode
-    assert result["gradients"] == ["torch.float32"]
+    variables = {"ACCELERATE_MIXED_PRECISION": mode, "BF16_ACCUMULATE": "fp32"}
+    first, second = ranks(2, replicas.trained, variables)
+    assert first["mode"] == mode
+    assert first["gradients"] == ["torch.float32"]
     assert first["initial"] != second["initial"]
     assert first["exact"] == second["exact"] == first["initial"]
     assert set(first["steps"]) == {50}
     assert "remainder16 0.weight" in first["digests"]
-    assert first == {**second, "initial": first["initial"]}
-    assert stderr.count(f"mixed_precision={mode}: ") == 1
+    own = ("initial", "printed")
+    assert first == {**second, **{name: first[name] for name in own}}
+    assert (first["printed"] + second["printed"]).count(f"mixed_precision={mode}: ") == 1
 
 
 PREPARE = """
@@ -70,37 +65,34 @@ TRAINS = "bf16-stochastic torch.bfloat16 torch_bf16.optim.adam\n"
 NEW = "accelerator = Accelerator(mixed_precision='bf16-stochastic', cpu=True)"
 
 
-def test_switched_off_accelerate_knows_its_own_modes_only(tmp_path):
+def test_switched_off_accelerate_knows_its_own_modes_only(tmp_path, after_torch):
     script = PREPARE.format(before="", accelerator=NEW)
-    done = run([sys.executable, "-c", script], tmp_path, BF16_AUTOLOAD="0")
+    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.returncode == 1
     assert "Unknown mixed_precision mode: bf16-stochastic. Choose between ['no'," in done.stderr
 
 
-def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path):
-    done = run(
-        [
-            sys.executable,
-            "-c",
-            PREPARE.format(before="", accelerator="accelerator = Accelerator()"),
-        ],
-        tmp_path,
-        BF16_AUTOLOAD="0",
-        ACCELERATE_MIXED_PRECISION="bf16_stochastic",
-    )
+def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path, after_torch):
+    script = PREPARE.format(before="", accelerator="accelerator = Accelerator()")
+    variables = {"BF16_AUTOLOAD": "0", "ACCELERATE_MIXED_PRECISION": "bf16_stochastic"}
+    done = after_torch(script, folder=tmp_path, **variables)
     assert done.returncode == 1
     assert "RuntimeError: mixed_precision='bf16_stochastic' was asked for, but" in done.stderr
 
 
 # Not what old releases of Accelerate call by names that numpy has deprecated, nor what depends on
 # the processor.
-_IGNORED = "-W", "ignore::DeprecationWarning", "-W", "ignore:this CPU takes"
-PYTHON = [sys.executable, "-W", "error", *_IGNORED]
+STRICT = """
+import warnings
+warnings.simplefilter("error")
+warnings.simplefilter("ignore", DeprecationWarning)
+warnings.filterwarnings("ignore", "this CPU takes")
+"""
 
 
-def test_late_import_works_with_the_hook_switched_off(tmp_path):
-    script = PREPARE.format(before="import accelerate_bf16", accelerator=NEW)
-    done = run([*PYTHON, "-c", script], tmp_path, BF16_AUTOLOAD="0")
+def test_late_import_works_with_the_hook_switched_off(tmp_path, after_torch):
+    script = STRICT + PREPARE.format(before="import accelerate_bf16", accelerator=NEW)
+    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.stdout == TRAINS, done.stderr
 
 
@@ -110,29 +102,27 @@ def test_early_import_works_with_the_hook_switched_off(tmp_path):
     assert done.stdout == TRAINS, done.stderr
 
 
-def test_import_after_the_accelerator_still_comes_before_prepare(tmp_path):
+def test_import_after_the_accelerator_still_comes_before_prepare(tmp_path, after_torch):
     # The environment alone names the mode, unchecked, before anybody knew what it means.
     made = "accelerator = Accelerator(cpu=True)\nimport accelerate_bf16"
-    done = run(
-        [sys.executable, "-c", PREPARE.format(before="", accelerator=made)],
-        tmp_path,
-        BF16_AUTOLOAD="0",
-        ACCELERATE_MIXED_PRECISION="BF16-Stochastic",
-    )
+    script = PREPARE.format(before="", accelerator=made)
+    variables = {"BF16_AUTOLOAD": "0", "ACCELERATE_MIXED_PRECISION": "BF16-Stochastic"}
+    done = after_torch(script, folder=tmp_path, **variables)
     assert done.stdout == TRAINS, done.stderr
     assert done.stderr.count("mixed_precision=bf16-stochastic: ") == 1
 
 
-def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path):
-    script = "import sys, accelerate; print('torch_bf16' in sys.modules, 'numba' in sys.modules)"
-    done = run([sys.executable, "-W", "error::RuntimeWarning", "-c", script], tmp_path)
+def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path, after_torch):
+    script = "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
+    script += "import sys, accelerate; print('torch_bf16' in sys.modules, 'numba' in sys.modules)"
+    done = after_torch(script, folder=tmp_path)
     assert done.stdout == "False False\n", done.stderr
 
 
-def test_a_trainer_in_a_mode_of_its_own_imports_none_of_the_optimizers(tmp_path):
+def test_a_trainer_in_a_mode_of_its_own_imports_none_of_the_optimizers(tmp_path, after_torch):
     script = f"""
 import sys
-sys.path[:0] = ["tests/accelerate", "examples"]
+sys.path[:0] = [{str(ROOT / "tests" / "accelerate")!r}, {str(ROOT / "examples")!r}]
 import transformers
 from tiny_llm import llama, sequences
 arguments = transformers.TrainingArguments(
@@ -143,7 +133,7 @@ trainer.train()
 trainer.save_model()
 print("torch_bf16" in sys.modules, "numba" in sys.modules)
 """
-    done = run([sys.executable, "-c", script], Path(__file__).parents[2], HF_HUB_OFFLINE="1")
+    done = after_torch(script, folder=tmp_path)
     assert done.stdout.splitlines()[-1:] == ["False False"], done.stderr
 
 
@@ -152,8 +142,7 @@ def test_the_package_kernels_of_hugging_face_beside_our_folder_breaks_nothing(tm
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("whose = 'Hugging Face'\n")
     script = "import kernels, transformers, accelerate_bf16; print(kernels.whose)"
-    root = Path(__file__).parents[2]
-    done = run([sys.executable, "-c", script], root, PYTHONPATH=str(tmp_path))
+    done = run([sys.executable, "-c", script], ROOT, PYTHONPATH=str(tmp_path))
     assert done.stdout == "Hugging Face\n", done.stderr
 
 
@@ -170,8 +159,8 @@ trainer = transformers.Trainer(llama(), arguments, train_dataset=sequences())
 trainer.train()
 print(kernels.__version__ is not None, trainer.model.lm_head.weight.dtype)
 """
-    root, mode = Path(__file__).parents[2], "bf16-stochastic"
+    mode = "bf16-stochastic"
     found = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", script]
-    done = run(command, root, ACCELERATE_MIXED_PRECISION=mode, PYTHONPATH=found)
+    done = run(command, ROOT, ACCELERATE_MIXED_PRECISION=mode, PYTHONPATH=found)
     assert done.stdout.endswith("True torch.bfloat16\n"), done.stderr

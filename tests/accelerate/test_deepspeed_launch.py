@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pexpect
 from deepspeed_ranks import WITH_DEEPSPEED
-from launching import BIN, BOUND, SCRIPTS, environment, launched
+from launching import SCRIPTS, accelerate_in_fork, choose, questionnaire
 
 from accelerate_bf16 import MODES
 
@@ -14,7 +16,7 @@ ON_CPUS = [SCRIPTS / "deepspeed_on_cpus.py", SCRIPTS / "deepspeed_resumed.py"]
 
 # Menus with their last option, which is there before a key is read, and fields; else the default.
 QUESTIONS = {
-    "compute environment.*SageMaker": "\r",
+    "SageMaker": "\r",
     "type of machine.*TPU": "\r",
     r"use DeepSpeed\? \[yes/NO\]:": "yes\r",
     "ZeRO optimization stage.*    3": "\r",
@@ -26,30 +28,25 @@ QUESTIONS = {
 }
 
 
-def questionnaire(path):
+def answered(path):
     """Answers ``accelerate config`` with DeepSpeed and our first mode."""
-    child = pexpect.spawn(
-        str(BIN / "accelerate"),
-        ["config", "--config_file", str(path)],
-        env=environment(DS_ACCELERATOR="cpu"),
-        timeout=BOUND / 4,
-        encoding="utf-8",
-        dimensions=(60, 200),
-    )
     patterns, keys = list(QUESTIONS), list(QUESTIONS.values())
-    while answer := keys[child.expect(patterns)]:
-        child.send(answer)
-    child.close()
-    assert child.exitstatus == 0
+    with questionnaire(path, DS_ACCELERATOR="cpu") as child:
+        while answer := keys[number := child.expect(patterns)]:
+            if patterns[number].endswith("]:"):
+                child.send(answer)
+            else:
+                choose(child, answer)
     return path
 
 
 def test_the_questionnaires_file_launches_and_the_run_resumes_with_all_bits(tmp_path):
-    path = questionnaire(tmp_path / "config.yaml")
+    path = answered(tmp_path / "config.yaml")
     assert f"mixed_precision: {MODES[0]}\n" in path.read_text()
-    command = [BIN / "accelerate", "launch", "--config_file", path, *ON_CPUS]
-    found, stderr = launched(command, tmp_path, DS_ACCELERATOR="cpu")
-    assert found == {
+    out = tmp_path / "result.json"
+    command = ["launch", "--config_file", path, *ON_CPUS, out]
+    printed = accelerate_in_fork(*command, folder=tmp_path, DS_ACCELERATOR="cpu")
+    assert json.loads(out.read_text()) == {
         "mode": MODES[0],
         "engine": "DeepSpeedEngine",
         "optimizer": "torch_bf16.optim.adam",
@@ -57,4 +54,4 @@ def test_the_questionnaires_file_launches_and_the_run_resumes_with_all_bits(tmp_
         "learned": True,
         "resumed": True,
     }
-    assert f"mixed_precision={MODES[0]}: " in stderr
+    assert f"mixed_precision={MODES[0]}: " in printed

@@ -6,13 +6,12 @@ import argparse
 import copy
 import json
 import pickle
-import sys
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from launching import BIN, run
+from launching import launched_environment
 from small_model import Model
 from transformers import TrainingArguments
 
@@ -96,19 +95,17 @@ def test_training_arguments_follow_bf16_mode(tmp_path, monkeypatch):
         TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], fp16=True)
 
 
-def test_the_launcher_means_it(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(OWN)
-    launch = [BIN / "accelerate", "launch", "--cpu", "--num_processes", "1"]
-    launch += ["--num_machines", "1", "--dynamo_backend", "no"]
-    done = run([*launch, "--mixed_precision", "bf16-stochastic", script, "no"], tmp_path)
+def test_the_launcher_means_it(tmp_path, after_torch):
+    options = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
+    told = launched_environment(*options, "--mixed_precision", "bf16-stochastic")
+    done = after_torch(OWN, "no", folder=tmp_path, **told)
     assert done.stdout == "bf16-stochastic torch.bfloat16\n", done.stderr
     assert done.stderr.count("becomes 'bf16-stochastic'") == 1
 
 
-def test_switched_off_but_meant_fails_at_prepare(tmp_path):
-    command = [sys.executable, "-c", OWN, "bf16"]
-    done = run(command, tmp_path, BF16_AUTOLOAD="0", BF16_MODE="bf16-stochastic")
+def test_switched_off_but_meant_fails_at_prepare(tmp_path, after_torch):
+    variables = {"BF16_AUTOLOAD": "0", "BF16_MODE": "bf16-stochastic"}
+    done = after_torch(OWN, "bf16", folder=tmp_path, **variables)
     assert done.returncode == 1
     assert (
         "RuntimeError: BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0" in done.stderr

@@ -57,7 +57,8 @@ def run(rule, recipe, backend, planned_anew):
 
 def one_plan_serves_all_sets(rule, recipe, backend):
     count, left = run(rule, recipe, backend, planned_anew=False)
-    _, expected = run(rule, recipe, backend, planned_anew=True)
+    # Whose bits are those of every backend.
+    _, expected = run(rule, recipe, "eager", planned_anew=True)
     assert_same(left, expected)
     # The first, and the one that brings the last parameter in.
     assert count == 2
@@ -77,7 +78,8 @@ def test_a_direction_is_made_only_where_there_is_a_gradient(rule):
     one_plan_serves_all_sets(rule, "stochastic", "eager")
 
 
-@pytest.mark.parametrize(("rule", "recipe"), CASES)
+# A plan knows nothing of what the kernel that it calls makes of both.
+@pytest.mark.parametrize(("rule", "recipe"), [("adamw", "stochastic"), ("momentum", "master")])
 def test_the_same_on_the_device(interpreted, rule, recipe):
     pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     interpreted(one_plan_serves_all_sets, rule, recipe, "triton")

@@ -69,16 +69,21 @@ def loaded_and_trained(case, kind, recipe, folder, whole):
     return run.train(range(STEPS // 2, STEPS)).parts()
 
 
-@pytest.mark.parametrize("to", ["another mesh", "one process", "another mesh from whole states"])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (Case("fsdp2", (4,)), Case("fsdp2+tp", (2, 2))),
-        (Case("tp", (4,)), Case("hsdp", (2, 2))),
-    ],
-    ids=["fsdp2-to-fsdp2+tp", "tp-to-hsdp"],
-)
-@pytest.mark.parametrize(("kind", "recipe"), [("amsgrad", STOCHASTIC), ("rows", EXACT)])
+WAYS = [
+    (Case("fsdp2", (4,)), Case("fsdp2+tp", (2, 2))),
+    (Case("tp", (4,)), Case("hsdp", (2, 2))),
+]
+# Every pair of them: a checkpoint knows nothing of the rule, and where it is read nothing of both.
+ELSEWHERE = [
+    pytest.param(*rule, *ways, to, id=f"{ways[0].id()}-to-{ways[1].way}-{rule[0]}-{to}")
+    for number, to in enumerate(["another mesh", "one process", "another mesh from whole states"])
+    for rule, ways in zip(
+        [("amsgrad", STOCHASTIC), ("rows", EXACT)], WAYS[:: -1 if number % 2 else 1], strict=True
+    )
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "before", "after", "to"), ELSEWHERE)
 def test_a_checkpoint_continues_elsewhere(ranks, kind, recipe, before, after, to, tmp_path):
     """Half of the steps one way, the others another."""
     saved = ranks(before.world, trained_and_saved, before, kind, recipe, tmp_path)

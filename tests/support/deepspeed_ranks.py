@@ -6,7 +6,11 @@ import importlib.util
 from typing import Any
 
 import pytest
+from forkserver import IMPORTS
 from ranks import Ranks
+
+# DeepSpeed has a function compiled when it is imported, and that takes each rank three seconds.
+IMPORTS += ["torch._inductor.compile_fx"]
 
 WITH_DEEPSPEED = [
     pytest.mark.skipif(

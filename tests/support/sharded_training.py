@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import torch_bf16
 from torch_bf16 import Recipe
 
-STEPS = 20
+STEPS = 10
 RECIPES = ("bf16-stochastic", "bf16-fp32-master")
 # Bytes that blocks of a row share scales of, and rows of whole blocks.
 BYTES = Recipe("bytes", weights="bf16+8", exp_avg="int8", exp_avg_sq="int8")
