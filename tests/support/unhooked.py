@@ -1,7 +1,7 @@
 """Programs in processes forked from one that has imported torch without our hook, and no host.
 
-``import lightning`` takes 13 s of a processor in a fresh interpreter, nearly all of it for torch and
-what it compiles and plots with. Here that is done once, and a program finds what a fresh interpreter
+``import lightning`` takes 13 s of a processor in a fresh interpreter, nearly all of it for torch,
+its compiler and torchmetrics. Here that is done once, and a program finds what a fresh interpreter
 has after ``import torch``, which runs the hook as the program's environment says.
 """
 
