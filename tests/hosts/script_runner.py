@@ -182,8 +182,6 @@ def _parameters() -> list[str]:
 
 def make_folders(folder: Path, options: list[str]) -> list[str]:
     """The options, with folders in place of names in braces."""
-    from tiny_llm import llama, tokenizer
-
     names = (
         "llama",
         "diffusion",
@@ -210,6 +208,8 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
         if f"{{{name}}}" in options:
             save(places[name])
     if any("{llama}" in each for each in options):
+        from tiny_llm import llama, tokenizer
+
         llama().save_pretrained(places["llama"])
         tokenizer().save_pretrained(places["llama"])
     words = [f"{n} and {n + 1} and {n + 2}" for n in range(64)]

@@ -47,6 +47,11 @@ QUIET = {
 
 
 class CLI(cli.LightningCLI):
+    @staticmethod
+    def subcommands():
+        # The parsers of all four take half of the time.
+        return {"fit": cli.LightningCLI.subcommands()["fit"]}
+
     def add_arguments_to_parser(self, parser):
         parser.add_optimizer_args(torch.optim.AdamW)
 

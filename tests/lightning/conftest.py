@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from forkserver import IMPORTS
 from lightning_models import FABRICS, MODES, TRAINERS, host
+from unhooked import Unhooked
 
 import lightning_bf16  # noqa: F401  (makes the modes known)
 
@@ -26,6 +27,14 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             for warning in HOST_WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.fixture(scope="session")
+def unhooked():
+    """Runs programs as in a fresh interpreter that has imported torch and nothing of ours."""
+    processes = Unhooked()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(params=TRAINERS)

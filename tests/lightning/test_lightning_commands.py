@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from free_port import free_port
 from lightning_models import MODES, TRAINERS
 
 HERE = Path(__file__).parent
-TIMEOUT = 240
 FAMILIES = {"lightning.pytorch": "lightning_bf16.pytorch"}
 
 OPTIONS = {
@@ -33,26 +30,22 @@ OPTIONS = {
 }
 
 
-def start(*command, given=None, **environment):
+@pytest.fixture(scope="module")
+def start(unhooked):
+    """Runs a program in the environment without variables that choose something; its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("BF16_", "PL_", "LT_"))}
-    try:
-        done = subprocess.run(
-            [sys.executable, *map(str, command)],
-            env={**clean, "OMP_NUM_THREADS": "1", **environment},
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired as late:
-        said = [each or b"" for each in (late.stdout, late.stderr)]
-        pytest.fail(f"{late}\n{b''.join(said).decode()}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+
+    def run(*command, given="", **environment):
+        variables = {**clean, "OMP_NUM_THREADS": "1", **environment}
+        done = unhooked.run(*command, given=given, **variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="module", params=TRAINERS)
-def chosen(request, tmp_path_factory):
+def chosen(request, start, tmp_path_factory):
     """The package, and by name what a command line made of the script or what it printed."""
     package = request.param
     folder = tmp_path_factory.mktemp("commands")
@@ -153,12 +146,12 @@ def test_the_same_script_in_bf16_true_is_the_hosts_own(chosen):
     assert found["optimizer"].startswith("torch.optim")
 
 
-def test_fabric_run_takes_the_name_for_scripts_of_both_packages():
+def test_fabric_run_takes_the_name_for_scripts_of_both_packages(start):
     options = ("--accelerator=cpu", f"--main-port={free_port()}", "--precision=bf16-stochastic")
     # What the command ``fabric`` does. It hung once at its end: then it and the script say where.
-    watch = f"import faulthandler; faulthandler.dump_traceback_later({TIMEOUT - 60}); "
+    watch = "import faulthandler; faulthandler.dump_traceback_later(180); "
     command = watch + "from lightning.fabric.cli import _main; _main()"
-    out = start("-c", command, "run", *options, HERE / "fabric_app.py")
+    out = start(command, "run", *options, str(HERE / "fabric_app.py"))
     assert out.splitlines() == [
         f"{package} {plugin} torch_bf16.optim.adam torch.bfloat16 torch.float32"
         for package, plugin in (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 from lightning_models import batches, host, make_module, make_trainer
@@ -104,7 +102,7 @@ def test_gradients_are_released_by_the_environment(pl, variables):
         lightning_bf16.BF16Precision()
 
 
-def test_switched_off_but_meant_fails():
+def test_switched_off_but_meant_fails(unhooked):
     code = """
 import lightning
 for host in (lightning.Trainer, lightning.Fabric):
@@ -114,7 +112,7 @@ for host in (lightning.Trainer, lightning.Fabric):
         print(error)
 """
     environment = {**os.environ, "BF16_AUTOLOAD": "0", "BF16_MODE": "bf16-stochastic"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = unhooked.run(code, **environment)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0") == 2
     assert done.stdout.count("import lightning_bf16 in the script") == 2

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from lightning_models import batches, make_module, make_trainer
+from lightning_models import FABRICS, TRAINERS, batches, host, make_module, make_trainer
 from thousandths import THOUSANDTHS, Summing, assert_summed
 from torch import nn
 
@@ -22,9 +22,18 @@ def plugin_of(package, **options):
     return module.BF16Precision(**options)
 
 
-@pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])
-def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accumulate):
-    seen = []
+# Each package and each format: what a format does depends on no package. In lightning.pytorch both
+# modes sum stochastically in test_a_thousand_small_gradients_add_up.
+@pytest.mark.parametrize(
+    ("package", "accumulate"),
+    [
+        (TRAINERS[0], "bf16_nearest"),
+        (TRAINERS[0], "fp32"),
+        (TRAINERS[1], "bf16_stochastic"),
+    ],
+)
+def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(package, accumulate):
+    seen, pl = [], host(package)
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -48,32 +57,39 @@ def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accum
     assert (gradient.dtype == torch.float32) == (accumulate == "fp32")
 
 
-@pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
-def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate):
-    plugin = plugin_of(fabric_package, accumulate=accumulate)
-    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    for first in ("both", "module", "optimizer"):
-        module = Summing()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        if first == "both":
-            model, optimizer = fabric.setup(module, optimizer)
-        elif first == "module":
-            model = fabric.setup_module(module)
-            optimizer = fabric.setup_optimizers(optimizer)
-        else:
-            optimizer = fabric.setup_optimizers(optimizer)
-            model = fabric.setup_module(module)
-        for number, x in enumerate(THOUSANDTHS):
-            with fabric.no_backward_sync(model, enabled=number < 999):
-                fabric.backward(model(x))
-        assert_summed(module.w.grad, accumulate)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        torch.testing.assert_close(
-            torch_bf16.total_norm(module.parameters()), torch.tensor(1.0), atol=0.005, rtol=0
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        assert module.w.grad is None
+# Every order in one package and one format: no other depends on it.
+@pytest.mark.parametrize(
+    ("package", "accumulate", "first"),
+    [
+        *((FABRICS[0], "bf16_stochastic", first) for first in ("both", "module", "optimizer")),
+        (FABRICS[0], "fp32", "module"),
+        (FABRICS[1], "bf16_stochastic", "both"),
+    ],
+)
+def test_fabric_sums_in_the_format_that_was_asked_for(package, accumulate, first):
+    plugin = plugin_of(host(package), accumulate=accumulate)
+    fabric = host(package).Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = Summing()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if first == "both":
+        model, optimizer = fabric.setup(module, optimizer)
+    elif first == "module":
+        model = fabric.setup_module(module)
+        optimizer = fabric.setup_optimizers(optimizer)
+    else:
+        optimizer = fabric.setup_optimizers(optimizer)
+        model = fabric.setup_module(module)
+    for number, x in enumerate(THOUSANDTHS):
+        with fabric.no_backward_sync(model, enabled=number < 999):
+            fabric.backward(model(x))
+    assert_summed(module.w.grad, accumulate)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    torch.testing.assert_close(
+        torch_bf16.total_norm(module.parameters()), torch.tensor(1.0), atol=0.005, rtol=0
+    )
+    optimizer.step()
+    optimizer.zero_grad()
+    assert module.w.grad is None
 
 
 class Around(torch.optim.Optimizer):

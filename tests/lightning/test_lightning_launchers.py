@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
+from forkserver import forked
+from jupyter_client import BlockingKernelClient
+from jupyter_client.connect import write_connection_file
 from launches import FORKS, STARTS
-from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
 LIMIT = 500  # seconds, for what takes 30 on two idle cores
@@ -45,35 +46,65 @@ def assert_trained(folder, runs):
     assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, good)
 
 
-def test_replicas_that_a_notebook_forks_train_to_the_same_bits(tmp_path):
-    made = nbformat.v4.new_notebook()
-    code = CELL.format(here=str(HERE), folder=str(tmp_path))
-    made.cells = [nbformat.v4.new_code_cell(code)]
-    with pytest.MonkeyPatch.context() as patch:
-        # ipykernel on Python 3.11 and newer asks for it, for its debugger.
-        patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-        patch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-        NotebookClient(made, timeout=LIMIT, kernel_name="python3").execute(cwd=str(tmp_path))
+@contextlib.contextmanager
+def in_fork(function, *arguments, log):
+    """A process that has Lightning imported, as a real start has after 13 s of a processor."""
+    process = forked(in_session, str(log), function, arguments)
+    try:
+        yield process
+    finally:
+        # Also those that wait for one that failed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def in_session(log, function, arguments):
+    os.setsid()
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
+
+
+def kernel(connection):
+    from ipykernel.kernelapp import launch_new_instance
+
+    launch_new_instance(argv=["-f", connection])
+
+
+def test_replicas_that_a_notebook_forks_train_to_the_same_bits(tmp_path, monkeypatch):
+    # ipykernel on Python 3.11 and newer asks for it, for its debugger.
+    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    connection, _ = write_connection_file(str(tmp_path / "kernel.json"))
+    with in_fork(kernel, connection, log=tmp_path / "log"):
+        notebook = BlockingKernelClient(connection_file=connection)
+        notebook.load_connection_file()
+        notebook.start_channels()
+        try:
+            cell = CELL.format(here=str(HERE), folder=str(tmp_path))
+            reply = notebook.execute(cell, reply=True, timeout=LIMIT)["content"]
+        finally:
+            notebook.stop_channels()
+    assert reply["status"] == "ok", "\n".join(reply["traceback"])
     assert_trained(tmp_path, FORKS)
 
 
-def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bits(tmp_path):
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, HERE / "launches.py", tmp_path],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            # Also those that wait for one that failed.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def script(*command):
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bits(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [str(HERE / "launches.py"), str(tmp_path)]
+    # Those that it spawns and starts are real starts.
+    with in_fork(script, *command, log=tmp_path / "log") as process:
+        process.join(LIMIT)
+        code = process.exitcode
     assert code == 0, (tmp_path / "log").read_text()[-3000:]
     assert_trained(tmp_path, STARTS)

@@ -72,7 +72,7 @@ def sentences():
     table = torch.randperm(32, generator=generator)
     batches = []
     for _ in range(40):
-        rows = [torch.randint(32, (8,), generator=generator)]
+        rows = [torch.randint(32, (4,), generator=generator)]
         for _ in range(15):
             rows.append(table[rows[-1]])
         batches.append((torch.stack(rows, 1),))

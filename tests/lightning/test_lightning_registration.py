@@ -1,12 +1,14 @@
-"""The names are known by import, and without one in a fresh process."""
+"""The names are known by import, and without one in a fresh process.
+
+Here a process calls the hook as torch does at its import. That torch does, real starts show:
+``fabric_app.py`` for Fabrics and ``launches.py`` for Trainers.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
-TIMEOUT = 240
+import pytest
 
 MAKE = """
 import {pl}, {fabric}
@@ -21,25 +23,22 @@ for mode in ("bf16-stochastic", "bf16-fp32-master"):
 """
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run(unhooked):
+    """Runs a program with these variables besides those of the tests."""
     clean = {k: v for k, v in os.environ.items() if k != "BF16_AUTOLOAD"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    return lambda code, **environment: unhooked.run(code, **{**clean, **environment})
 
 
-def test_an_installed_wheel_needs_no_import():
+def test_an_installed_wheel_needs_no_import(run):
     code = MAKE.format(pl="lightning.pytorch", fabric="lightning.fabric")
     code += MAKE.format(pl="pytorch_lightning", fabric="lightning_fabric")
-    done = run(code + "import sys; assert 'accelerate' not in sys.modules")
+    code += "import sys; assert 'accelerate' not in sys.modules"
+    done = run(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_bf16_autoload_0_turns_it_off_and_a_late_import_turns_it_on():
+def test_bf16_autoload_0_turns_it_off_and_a_late_import_turns_it_on(run):
     code = """
 import sys, lightning.pytorch, lightning.fabric
 assert not any(name.startswith(("torch_bf16", "lightning_bf16")) for name in sys.modules)
@@ -56,7 +55,7 @@ import lightning_bf16
     assert done.returncode == 0, done.stderr
 
 
-def test_an_import_before_the_host_works_with_pytorch_lightning_alone_and_no_entry_points():
+def test_an_import_before_the_host_works_with_pytorch_lightning_alone_and_no_entry_points(run):
     code = """
 import sys
 sys.modules["lightning"] = None  # as if it were not installed
@@ -69,7 +68,7 @@ assert "pytorch_lightning" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_unregistering_puts_lightning_back_as_it_was_until_it_is_registered_again():
+def test_unregistering_puts_lightning_back_as_it_was_until_it_is_registered_again(run):
     code = """
 import typing
 from lightning.fabric import Fabric
@@ -109,7 +108,7 @@ assert all(a is b for a, b in zip(ours, found()))
     assert done.returncode == 0, done.stderr
 
 
-def test_a_broken_plugin_breaks_neither_torch_nor_the_host():
+def test_a_broken_plugin_breaks_neither_torch_nor_the_host(run):
     code = """
 import sys, warnings
 sys.modules["lightning_bf16"] = None
@@ -125,7 +124,7 @@ lightning.pytorch.Trainer(accelerator="cpu", precision="bf16-true", logger=False
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_alone_imports_nothing_of_ours_but_the_hook():
+def test_torch_alone_imports_nothing_of_ours_but_the_hook(run):
     code = """
 import sys, torch
 assert "bf16_autoload" in sys.modules

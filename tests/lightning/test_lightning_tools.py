@@ -51,7 +51,7 @@ def module_with_hyperparameters(pl, **hooks):
 def test_the_learning_rate_finder_leaves_weights_and_masters_as_they_were(pl, mode, tmp_path):
     module = module_with_hyperparameters(pl)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    trainer = make_trainer(pl, mode, max_epochs=20, default_root_dir=tmp_path)
+    trainer = make_trainer(pl, mode, default_root_dir=tmp_path)
     found = tuner_of(pl, trainer).lr_find(module, num_training=30, update_attr=True)
     assert len(found.results["loss"]) == 30
     assert module.lr == found.suggestion()

@@ -1,0 +1,117 @@
+"""Programs in processes forked from one that has imported torch without our hook, and no host.
+
+``import lightning`` takes 13 s of a processor in a fresh interpreter, nearly all of it for torch,
+its compiler and torchmetrics. Here that is done once, and a program finds what a fresh interpreter
+has after ``import torch``, which runs the hook as the program's environment says.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parents[1]
+_TIMEOUT = 240
+# What Lightning imports, and torch on its behalf.
+_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torchmetrics",
+)
+_UNKNOWN = {"accelerate", "bf16_autoload", "lightning", "lightning_bf16", "torch_bf16"}
+
+
+class Unhooked:
+    """The process that others are forked from; it starts with the first."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+            self._pool = ProcessPoolExecutor(1, context, _import)
+            self._pool.submit(int).result(timeout=_TIMEOUT)
+
+    def run(
+        self, program: str | Path, *options: str, given: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """How a program ended and what it printed.
+
+        Args:
+            program: a text, as for ``python -c``, or a file.
+            *options: its arguments.
+            given: its standard input.
+            **environment: all its variables.
+        """
+        late = 2 * _TIMEOUT
+        return self._pool.submit(_run, program, options, given, environment).result(timeout=late)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _import() -> None:
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    assert not _UNKNOWN & sys.modules.keys()
+    # What runs here must not find what lies beside tests.
+    sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(_TESTS)]
+    gc.collect()
+    gc.freeze()
+
+
+def _run(
+    program: str | Path, options: tuple[str, ...], given: str, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        process = multiprocessing.get_context("fork").Process(
+            target=_start, args=(program, options, given, environment, out.name, err.name)
+        )
+        process.start()
+        process.join(_TIMEOUT)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        said = err.read()
+        if code is None:
+            code, said = -1, f"{said}\nran longer than {_TIMEOUT} s"
+        return subprocess.CompletedProcess([program, *options], code, out.read(), said)
+
+
+def _start(
+    program: str | Path,
+    options: tuple[str, ...],
+    given: str,
+    environment: dict[str, str],
+    *streams: str,
+) -> None:
+    import torch
+
+    for number, name in enumerate(streams, 1):
+        with open(name, "w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = io.StringIO(given)
+    # The last line of ``import torch``.
+    if torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
+    if isinstance(program, Path):
+        sys.argv = [str(program), *options]
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        sys.argv = ["-c", *options]
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
