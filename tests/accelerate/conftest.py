@@ -6,10 +6,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from after_torch import serving
 from forkserver import IMPORTS
+from launching import environment
 from small_model import Model
 from torch.nn.functional import mse_loss
+from unhooked import Unhooked
 
 IMPORTS += [
     "accelerate",
@@ -30,10 +31,19 @@ def fresh_accelerate(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def after_torch(tmp_path_factory):
-    """``after_torch(script, *arguments, folder=..., **variables)``: on a fresh interpreter."""
-    with serving(tmp_path_factory.mktemp("after_torch")) as run_script:
-        yield run_script
+def run_unhooked():
+    """``run_unhooked(script, *arguments, folder=..., **variables)``, with a user's environment.
+
+    As in a fresh interpreter that has imported torch and nothing of ours.
+    """
+    imports = ["datasets", "scipy.optimize", "sklearn.metrics"]
+    processes = Unhooked(imports, ["accelerate", "transformers", "peft"])
+
+    def run_script(script, *arguments, folder, **variables):
+        return processes.run(script, *arguments, folder=folder, **environment(**variables))
+
+    yield run_script
+    processes.close()
 
 
 @pytest.fixture

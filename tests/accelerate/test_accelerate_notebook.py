@@ -74,10 +74,10 @@ def test_a_notebook_launches_two_processes_and_then_one(tmp_path, monkeypatch):
     assert one["weights"] == "torch.bfloat16"
 
 
-def test_launcher_imported_by_name_before_us_knows_the_modes(tmp_path, after_torch):
+def test_launcher_imported_by_name_before_us_knows_the_modes(tmp_path, run_unhooked):
     script = DEFINE + "import accelerate_bf16\n"
     script += LAUNCH.format(folder=str(tmp_path), n=1, mode="bf16-stochastic", port="0")
-    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
+    done = run_unhooked(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "0.json").read_text())["mode"] == "bf16-stochastic"
 

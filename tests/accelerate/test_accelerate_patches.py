@@ -193,11 +193,11 @@ print(hasattr(accelerate.launchers.notebook_launcher, "_replaced_by"))
 
 
 def test_after_unregister_every_class_is_as_stock_and_register_brings_all_back(
-    tmp_path, after_torch
+    tmp_path, run_unhooked
 ):
     # _shared_state is what Accelerate itself keeps of the run.
     script = STOCK.replace("str(own)", "str(own) if attribute != '_shared_state' else ''")
-    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
+    done = run_unhooked(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.stdout == "True [] 1 0\nTrue\nFalse\n", done.stdout + done.stderr
 
 
@@ -223,9 +223,9 @@ print(*prepared(accelerator))
 
 
 def test_an_accelerator_does_not_train_in_fp32_once_its_mode_was_unregistered(
-    tmp_path, after_torch
+    tmp_path, run_unhooked
 ):
-    done = after_torch(LIVING, folder=tmp_path)
+    done = run_unhooked(LIVING, folder=tmp_path)
     assert done.stdout.splitlines() == [
         "this Accelerator was made for mixed_precision='bf16-stochastic' torch.float32",
         "no torch.float32",

@@ -65,17 +65,17 @@ TRAINS = "bf16-stochastic torch.bfloat16 torch_bf16.optim.adam\n"
 NEW = "accelerator = Accelerator(mixed_precision='bf16-stochastic', cpu=True)"
 
 
-def test_switched_off_accelerate_knows_its_own_modes_only(tmp_path, after_torch):
+def test_switched_off_accelerate_knows_its_own_modes_only(tmp_path, run_unhooked):
     script = PREPARE.format(before="", accelerator=NEW)
-    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
+    done = run_unhooked(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.returncode == 1
     assert "Unknown mixed_precision mode: bf16-stochastic. Choose between ['no'," in done.stderr
 
 
-def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path, after_torch):
+def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path, run_unhooked):
     script = PREPARE.format(before="", accelerator="accelerator = Accelerator()")
     variables = {"BF16_AUTOLOAD": "0", "ACCELERATE_MIXED_PRECISION": "bf16_stochastic"}
-    done = after_torch(script, folder=tmp_path, **variables)
+    done = run_unhooked(script, folder=tmp_path, **variables)
     assert done.returncode == 1
     assert "RuntimeError: mixed_precision='bf16_stochastic' was asked for, but" in done.stderr
 
@@ -90,9 +90,9 @@ warnings.filterwarnings("ignore", "this CPU takes")
 """
 
 
-def test_late_import_works_with_the_hook_switched_off(tmp_path, after_torch):
+def test_late_import_works_with_the_hook_switched_off(tmp_path, run_unhooked):
     script = STRICT + PREPARE.format(before="import accelerate_bf16", accelerator=NEW)
-    done = after_torch(script, folder=tmp_path, BF16_AUTOLOAD="0")
+    done = run_unhooked(script, folder=tmp_path, BF16_AUTOLOAD="0")
     assert done.stdout == TRAINS, done.stderr
 
 
@@ -102,24 +102,24 @@ def test_early_import_works_with_the_hook_switched_off(tmp_path):
     assert done.stdout == TRAINS, done.stderr
 
 
-def test_import_after_the_accelerator_still_comes_before_prepare(tmp_path, after_torch):
+def test_import_after_the_accelerator_still_comes_before_prepare(tmp_path, run_unhooked):
     # The environment alone names the mode, unchecked, before anybody knew what it means.
     made = "accelerator = Accelerator(cpu=True)\nimport accelerate_bf16"
     script = PREPARE.format(before="", accelerator=made)
     variables = {"BF16_AUTOLOAD": "0", "ACCELERATE_MIXED_PRECISION": "BF16-Stochastic"}
-    done = after_torch(script, folder=tmp_path, **variables)
+    done = run_unhooked(script, folder=tmp_path, **variables)
     assert done.stdout == TRAINS, done.stderr
     assert done.stderr.count("mixed_precision=bf16-stochastic: ") == 1
 
 
-def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path, after_torch):
+def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path, run_unhooked):
     script = "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
     script += "import sys, accelerate; print('torch_bf16' in sys.modules, 'numba' in sys.modules)"
-    done = after_torch(script, folder=tmp_path)
+    done = run_unhooked(script, folder=tmp_path)
     assert done.stdout == "False False\n", done.stderr
 
 
-def test_a_trainer_in_a_mode_of_its_own_imports_none_of_the_optimizers(tmp_path, after_torch):
+def test_a_trainer_in_a_mode_of_its_own_imports_none_of_the_optimizers(tmp_path, run_unhooked):
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT / "tests" / "accelerate")!r}, {str(ROOT / "examples")!r}]
@@ -133,7 +133,7 @@ trainer.train()
 trainer.save_model()
 print("torch_bf16" in sys.modules, "numba" in sys.modules)
 """
-    done = after_torch(script, folder=tmp_path)
+    done = run_unhooked(script, folder=tmp_path)
     assert done.stdout.splitlines()[-1:] == ["False False"], done.stderr
 
 

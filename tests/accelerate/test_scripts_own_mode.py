@@ -95,17 +95,17 @@ def test_training_arguments_follow_bf16_mode(tmp_path, monkeypatch):
         TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], fp16=True)
 
 
-def test_the_launcher_means_it(tmp_path, after_torch):
+def test_the_launcher_means_it(tmp_path, run_unhooked):
     options = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
     told = launched_environment(*options, "--mixed_precision", "bf16-stochastic")
-    done = after_torch(OWN, "no", folder=tmp_path, **told)
+    done = run_unhooked(OWN, "no", folder=tmp_path, **told)
     assert done.stdout == "bf16-stochastic torch.bfloat16\n", done.stderr
     assert done.stderr.count("becomes 'bf16-stochastic'") == 1
 
 
-def test_switched_off_but_meant_fails_at_prepare(tmp_path, after_torch):
+def test_switched_off_but_meant_fails_at_prepare(tmp_path, run_unhooked):
     variables = {"BF16_AUTOLOAD": "0", "BF16_MODE": "bf16-stochastic"}
-    done = after_torch(OWN, "bf16", folder=tmp_path, **variables)
+    done = run_unhooked(OWN, "bf16", folder=tmp_path, **variables)
     assert done.returncode == 1
     assert (
         "RuntimeError: BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0" in done.stderr

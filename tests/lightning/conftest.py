@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def unhooked():
     """Runs programs as in a fresh interpreter that has imported torch and nothing of ours."""
-    processes = Unhooked()
+    processes = Unhooked(["torchmetrics"], ["accelerate", "lightning", "pytorch_lightning"])
     yield processes
     processes.close()
 

@@ -1,14 +1,15 @@
 """Programs in processes forked from one that has imported torch without our hook, and no host.
 
 ``import lightning`` takes 13 s of a processor in a fresh interpreter, nearly all of it for torch,
-its compiler and torchmetrics. Here that is done once, and a program finds what a fresh interpreter
-has after ``import torch``, which runs the hook as the program's environment says.
+its compiler and torchmetrics. Here what a host imports is imported once, and a program finds what a
+fresh interpreter has after ``import torch``, which runs the hook as the program's environment says.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -16,36 +17,48 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 _TESTS = Path(__file__).parents[1]
 _TIMEOUT = 240
-# What Lightning imports, and torch on its behalf.
+# What every host has torch import.
 _IMPORTS = (
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "torchmetrics",
 )
-_UNKNOWN = {"accelerate", "bf16_autoload", "lightning", "lightning_bf16", "torch_bf16"}
+_OURS = {"accelerate_bf16", "bf16_autoload", "lightning_bf16", "torch_bf16"}
 
 
 class Unhooked:
-    """The process that others are forked from; it starts with the first."""
+    """The process that others are forked from.
 
-    def __init__(self) -> None:
+    Args:
+        imports: packages of others that the hosts import; those that are not installed are left
+            out.
+        hosts: packages that must not be imported by then.
+    """
+
+    def __init__(self, imports: Sequence[str], hosts: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-            self._pool = ProcessPoolExecutor(1, context, _import)
+            self._pool = ProcessPoolExecutor(1, context, _import, (imports, hosts))
             self._pool.submit(int).result(timeout=_TIMEOUT)
 
     def run(
-        self, program: str | Path, *options: str, given: str = "", **environment: str
+        self,
+        program: str | Path,
+        *options: str,
+        given: str = "",
+        folder: Path | None = None,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         """How a program ended and what it printed.
 
@@ -53,19 +66,22 @@ class Unhooked:
             program: a text, as for ``python -c``, or a file.
             *options: its arguments.
             given: its standard input.
+            folder: the working directory.
             **environment: all its variables.
         """
         late = 2 * _TIMEOUT
-        return self._pool.submit(_run, program, options, given, environment).result(timeout=late)
+        call = self._pool.submit(_run, program, options, given, folder, environment)
+        return call.result(timeout=late)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _import() -> None:
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    assert not _UNKNOWN & sys.modules.keys()
+def _import(imports: Sequence[str], hosts: Sequence[str]) -> None:
+    for name in (*_IMPORTS, *imports):
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    assert not {*_OURS, *hosts} & sys.modules.keys()
     # What runs here must not find what lies beside tests.
     sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(_TESTS)]
     gc.collect()
@@ -73,11 +89,15 @@ def _import() -> None:
 
 
 def _run(
-    program: str | Path, options: tuple[str, ...], given: str, environment: dict[str, str]
+    program: str | Path,
+    options: tuple[str, ...],
+    given: str,
+    folder: Path | None,
+    environment: dict[str, str],
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         process = multiprocessing.get_context("fork").Process(
-            target=_start, args=(program, options, given, environment, out.name, err.name)
+            target=_start, args=(program, options, given, folder, environment, out.name, err.name)
         )
         process.start()
         process.join(_TIMEOUT)
@@ -94,6 +114,7 @@ def _start(
     program: str | Path,
     options: tuple[str, ...],
     given: str,
+    folder: Path | None,
     environment: dict[str, str],
     *streams: str,
 ) -> None:
@@ -105,6 +126,8 @@ def _start(
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = io.StringIO(given)
+    if folder is not None:
+        os.chdir(folder)
     # The last line of ``import torch``.
     if torch._is_device_backend_autoload_enabled():
         torch._import_device_backends()
@@ -114,4 +137,5 @@ def _start(
         runpy.run_path(str(program), run_name="__main__")
     else:
         sys.argv = ["-c", *options]
-        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), vars(main))
