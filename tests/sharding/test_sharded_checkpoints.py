@@ -7,7 +7,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_models import ALONE, EVEN, Case, held, local, make_model, named
-from sharded_training import RECIPES, Run, adamw, assert_same, joined, plain, recipe_of, reference
+from sharded_training import (
+    RECIPES,
+    STEPS,
+    Run,
+    adamw,
+    assert_same,
+    joined,
+    plain,
+    recipe_of,
+    reference,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,6 +32,7 @@ from torch_bf16.checkpoints.export import export_file
 EXACT = "bf16-fp32-master"
 FSDP2, TP = Case("fsdp2", (4,)), Case("tp", (4,))
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+FIRST_HALF, LAST_HALF = range(STEPS // 2), range(STEPS // 2, STEPS)
 
 # One matrix with more elements than 16 bits have patterns.
 WHOLE = [
@@ -91,13 +102,13 @@ class Held(dcp.FileSystemWriter):
 
 
 def saved_while_training(recipe, folder):
-    run = Run(FSDP2, recipe).train(range(10))
+    run = Run(FSDP2, recipe).train(FIRST_HALF)
     then = run.parts()
     writer = Held(folder)
     saving = dcp.async_save(
         run.state_dicts(), storage_writer=writer, process_group=dist.new_group()
     )
-    run.train(range(10, 20))
+    run.train(LAST_HALF)
     writer.go.set()
     saving.result(60)
     return then, run.parts()
@@ -112,7 +123,7 @@ def loaded_and_trained(case, recipe, folder, steps):
 def test_an_asynchronous_save_has_the_bits_of_the_moment_of_the_call(ranks, recipe, tmp_path):
     then, end = zip(*ranks(4, saved_while_training, recipe, tmp_path), strict=True)
     assert_same(reference(EVEN, recipe), joined(end), "went on")
-    found = ranks(4, loaded_and_trained, TP, recipe, tmp_path, range(10, 20))
+    found = ranks(4, loaded_and_trained, TP, recipe, tmp_path, LAST_HALF)
     loaded, end = zip(*found, strict=True)
     assert_same(joined(then), joined(loaded), "as it was then")
     assert_same(reference(EVEN, recipe), joined(end), "resumed")
@@ -145,15 +156,16 @@ def broadcast_and_trained(case, recipe, whole, steps):
 
 @every_recipe
 def test_a_run_goes_on_on_another_number_of_ranks_and_in_one_process(ranks, recipe, tmp_path):
-    """Two ranks, DDP, tensor parallelism, one process and FSDP2 train four steps each."""
+    """Two ranks, DDP, tensor parallelism, one process and FSDP2 train a fifth each."""
     two, ddp = tmp_path / "two", tmp_path / "ddp"
-    ranks(2, trained_and_saved, Case("fsdp2", (2,)), recipe, two, range(4))
-    ranks(4, loaded_trained_and_saved, Case("ddp", (4,)), recipe, two, ddp, range(4, 8))
-    whole, *others = ranks(4, gathered_whole, TP, recipe, ddp, range(8, 12))
+    steps = [range(first, first + STEPS // 5) for first in range(0, STEPS, STEPS // 5)]
+    ranks(2, trained_and_saved, Case("fsdp2", (2,)), recipe, two, steps[0])
+    ranks(4, loaded_trained_and_saved, Case("ddp", (4,)), recipe, two, ddp, steps[1])
+    whole, *others = ranks(4, gathered_whole, TP, recipe, ddp, steps[2])
     assert not any(map(any, others))
     run = Run(ALONE, recipe).put(dict(zip(("model", "optimizer"), whole, strict=True)))
-    whole = plain([*run.train(range(12, 16)).state_dicts().values()])
-    found = ranks(4, broadcast_and_trained, FSDP2, recipe, whole, range(16, 20))
+    whole = plain([*run.train(steps[3]).state_dicts().values()])
+    found = ranks(4, broadcast_and_trained, FSDP2, recipe, whole, steps[4])
     assert_same(reference(EVEN, recipe), joined(found))
 
 
@@ -166,11 +178,11 @@ def built_on_meta(folder):
     with torch.device("meta"):
         model = make_model(EVEN)
     run = Run(FSDP2, EXACT, empty_adamw, model=torch_bf16.cast_model(model, recipe_of(EXACT)))
-    return run.load(folder).train(range(10, 20)).parts()
+    return run.load(folder).train(LAST_HALF).parts()
 
 
 def test_a_model_built_on_meta_loads_weights_and_masters(ranks, tmp_path):
-    ranks(4, trained_and_saved, FSDP2, EXACT, tmp_path, range(10))
+    ranks(4, trained_and_saved, FSDP2, EXACT, tmp_path, FIRST_HALF)
     assert_same(reference(EVEN, EXACT), joined(ranks(4, built_on_meta, tmp_path)))
 
 
