@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from typing import Any
@@ -153,4 +154,5 @@ class ModeName(str):
         return hash("bf16")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return str, (str(self),)
+        # Which torch.load(weights_only=True) calls, and not str.
+        return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")

@@ -64,6 +64,8 @@ class Preparation:
         models stay in fp32. Existing state is converted at the optimizer's next step.
         """
         self.take(new_models, new_optimizers)
+        for model in self._uncast(new_models):
+            torch_bf16.refuse_uncastable(model, self._recipe_for(model))
         self.convert()
         self.cast(new_models)
 
@@ -83,10 +85,9 @@ class Preparation:
             self._models = _unique([*self._models, *found])
         self._optimizers = _unique([*self._optimizers, *optimizers])
         self._refuse_unmatched()
-        for optimizer, module in self._unconverted():
-            torch_bf16.refuse_unconvertible(optimizer, self._recipe, model=module)
-        for model in (unwrap_model(each) for each in new_models if not is_wrapped(each)):
-            torch_bf16.fp32_parameters(model, self._recipe_for(model))  # as the cast will
+        torch_bf16.refuse_unconvertible(
+            (optimizer, self._recipe, module) for optimizer, module in self._unconverted()
+        )
 
     def convert(self) -> None:
         """Convert optimizers, the second part of :meth:`run`; fp32 models can then be sharded."""
@@ -98,22 +99,20 @@ class Preparation:
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """Cast models, the last part of :meth:`run`."""
-        for model in _unique(each for each in new_models if not is_wrapped(each)):
+        for model in self._uncast(new_models):
             was_prepared = getattr(model, "_is_accelerate_prepared", False)
-            model = unwrap_model(model)
-            if model not in self._cast:
-                dtypes = [p.dtype for p in model.parameters()]
-                torch_bf16.cast_model(model, self._recipe_for(model))
-                patches.keep(
-                    torch_bf16.warn_unconverted(
-                        model,
-                        f"The model was prepared with mixed_precision={self.mode!r}: give the "
-                        "optimizer to accelerator.prepare, too",
-                    ),
+            dtypes = [p.dtype for p in model.parameters()]
+            torch_bf16.cast_model(model, self._recipe_for(model))
+            patches.keep(
+                torch_bf16.warn_unconverted(
                     model,
-                )
-                if not was_prepared or dtypes != [p.dtype for p in model.parameters()]:
-                    self._cast.append(model)
+                    f"The model was prepared with mixed_precision={self.mode!r}: give the "
+                    "optimizer to accelerator.prepare, too",
+                ),
+                model,
+            )
+            if not was_prepared or dtypes != [p.dtype for p in model.parameters()]:
+                self._cast.append(model)
 
     def cast_before_loading(self, model: nn.Module) -> None:
         """Cast a model that has bf16 weights already, so that it can load fp32 ones exactly.
@@ -227,6 +226,11 @@ class Preparation:
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 yield optimizer, trained
 
+    def _uncast(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Bare models that this call has not cast; the cast of a wrapped one was an earlier one."""
+        bare = _unique(unwrap_model(each) for each in new_models if not is_wrapped(each))
+        return [each for each in bare if each not in self._cast]
+
     def _unconverted(self) -> list[tuple[Any, nn.Module | None]]:
         """Optimizers that nothing has converted yet, with the modules that name their noise."""
         new = [each for each in self._optimizers if not torch_bf16.held_optimizers(each)]
@@ -235,12 +239,13 @@ class Preparation:
     def _refuse_unmatched(self) -> None:
         """Raise if an entry of ``keep_fp32`` matches in no model, and one of them is trained."""
         trained = [each for each in self._models if self.optimizers_of(each)]
-        if trained:
-            # An optimizer that the user created as ours has entries of its own.
-            keys = {key: None for each in trained for key in self._own_recipe(each).keep_fp32}
-            others = [each for each in self._models if each not in trained]
-            asked = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(keys))
-            torch_bf16.refuse_unmatched([*others, *trained], asked)
+        # An optimizer that the user created as ours has entries of its own.
+        recipes = {each: self._own_recipe(each) for each in trained}
+        asked = {key: None for recipe in recipes.values() for key in recipe.keep_fp32}
+        everywhere = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(asked))
+        found = [torch_bf16.matched_patterns(each, everywhere) for each in self._models if asked]
+        for model, recipe in recipes.items():
+            torch_bf16.refuse_unmatched(model, recipe, {*chain(*found)})
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose parameter names key an optimizer's noise, or None."""

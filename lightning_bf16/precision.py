@@ -109,6 +109,7 @@ class PrecisionMixin(_Base):
         self.compute = self.recipe.compute
         self.release_accumulation_steps = release_accumulation_steps
         self._modules: list[weakref.ref[Module]] = []
+        self._matched: set[str | type] = set()  # entries of keep_fp32 that a module has had
 
     @property
     def mode(self) -> str:
@@ -137,8 +138,9 @@ class PrecisionMixin(_Base):
         Raises:
             ValueError: an entry matches nothing here, nor in a module that was set up before.
         """
-        torch_bf16.refuse_unmatched([*self._live_modules(), module], self.recipe)
+        torch_bf16.refuse_unmatched(module, self.recipe, self._matched)
         keep = torch_bf16.matched_patterns(module, self.recipe)
+        self._matched.update(keep)
         return torch_bf16.get_recipe(self.recipe, keep_fp32=keep)
 
     def carry_autocast(self, module: Module) -> None:
@@ -221,15 +223,20 @@ class PrecisionMixin(_Base):
         ]
         try:
             own = [each for each in unconverted if module is not None and _owns(module, each)]
-            if module is not None and own:
-                torch_bf16.prepare(module, own, self.recipe_for(module))
-            others = [each for each in unconverted if each not in own]
-            # All of them, before one is converted.
-            for function in (torch_bf16.refuse_unconvertible, torch_bf16.convert):
-                for each in others:
-                    owner = self._owner(each)
-                    recipe = self.recipe if owner is None else self.recipe_for(owner)
-                    function(each, recipe, model=owner)
+            owned = [(each, self._owner(each)) for each in unconverted if each not in own]
+            others = [
+                (each, self.recipe if owner is None else self.recipe_for(owner), owner)
+                for each, owner in owned
+            ]
+            # All are asked before one is changed.
+            torch_bf16.refuse_unconvertible(others)
+            if module is not None:
+                recipe = self.recipe_for(module)
+                torch_bf16.refuse_uncastable(module, recipe)
+                if own:
+                    torch_bf16.prepare(module, own, recipe)
+            for each, recipe, owner in others:
+                torch_bf16.convert(each, recipe, model=owner)
         except (NotImplementedError, ValueError) as error:
             cast = any(
                 p.dtype == torch.bfloat16

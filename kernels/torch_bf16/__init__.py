@@ -33,7 +33,7 @@ from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
 from .model.cast_modules import cast_recipe
-from .model.casting import cast_model
+from .model.casting import cast_model, refuse_uncastable
 from .model.kept_fp32 import fp32_parameters, matched_patterns, refuse_unmatched
 from .model.parameter_groups import param_groups
 from .model.remainders import sync_masters
@@ -119,6 +119,7 @@ __all__ = [
     "reduce_gradients",
     "refuse_released",
     "refuse_replaced",
+    "refuse_uncastable",
     "refuse_unconvertible",
     "refuse_unmatched",
     "release_gradients",

@@ -49,13 +49,15 @@ def test_accelerator_takes_each_mode(make_accelerator, mode):
     assert make_accelerator(mode).mixed_precision == mode
 
 
-def test_scripts_may_compare_the_mode_with_bf16(make_accelerator, mode):
+def test_scripts_may_compare_the_mode_with_bf16(make_accelerator, mode, tmp_path):
     """As they do to choose the dtype of what they do not train."""
     for accelerator in (make_accelerator(mode), Accelerator()):
         for name in (accelerator.mixed_precision, accelerator.state.mixed_precision):
             assert name == "bf16"
             assert name in {"bf16"}
             assert str(name) == mode
+            torch.save({"mode": name}, tmp_path / "saved")
+            assert type(torch.load(tmp_path / "saved")["mode"]) is str
         # Or Accelerate would put the model under autocast of its own.
         assert not accelerator.native_amp
 

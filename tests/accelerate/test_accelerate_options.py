@@ -159,7 +159,7 @@ def test_keep_fp32_names_a_part_of_one_model_among_several(make_accelerator, mod
     reference, without, model = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), network()
     accelerator.prepare(reference)
     optimizers = [torch.optim.SGD(each.parameters()) for each in (without, model)]
-    with pytest.raises(ValueError, match=r"'2' matches no module of Linear .* in the same call"):
+    with pytest.raises(ValueError, match=r"'2' matches no module of Linear .* up that one first"):
         accelerator.prepare(without, optimizers[0])
     assert (type(optimizers[0]), without.weight.dtype) == (torch.optim.SGD, torch.float32)
     accelerator.prepare(without, model, *optimizers)

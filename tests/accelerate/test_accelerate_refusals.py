@@ -53,16 +53,26 @@ def test_device_placement_that_accelerate_refuses_leaves_everything_as_it_was(
     assert accelerator.mixed_precision == mode
 
 
-@pytest.mark.parametrize("refused", ["optimizer", "model"])
-def test_what_is_refused_beside_another_leaves_both_as_they_were(make_accelerator, mode, refused):
-    accelerator = make_accelerator(mode)
-    first, second = nn.Linear(2, 2), nn.LazyLinear(2) if refused == "model" else nn.Linear(2, 2)
-    second_class = torch.optim.LBFGS if refused == "optimizer" else torch.optim.SGD
+@pytest.mark.parametrize(
+    ("second", "second_class", "message"),
+    [
+        (nn.Linear(2, 2), torch.optim.LBFGS, "LBFGS cannot be converted"),
+        (nn.LazyLinear(2), torch.optim.SGD, "not initialised"),
+        (nn.Linear(2, 2).double(), torch.optim.SGD, r"is torch\.float64"),
+    ],
+    ids=["optimizer", "lazy", "double"],
+)
+def test_what_is_refused_beside_another_leaves_both_as_they_were(
+    make_accelerator, mode, second, second_class, message
+):
+    accelerator, first = make_accelerator(mode), nn.Linear(2, 2)
+    parameters = [*first.parameters(), *second.parameters()]
+    dtypes = [p.dtype for p in parameters]
     optimizers = [torch.optim.SGD(first.parameters()), second_class(second.parameters())]
-    with pytest.raises((NotImplementedError, ValueError), match=r"LBFGS cannot|not initialised"):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
         accelerator.prepare(first, second, *optimizers)
     assert [type(each) for each in optimizers] == [torch.optim.SGD, second_class]
-    assert {p.dtype for p in (*first.parameters(), *second.parameters())} == {torch.float32}
+    assert [p.dtype for p in parameters] == dtypes
 
 
 @pytest.mark.usefixtures("group_of_one")

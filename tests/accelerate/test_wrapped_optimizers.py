@@ -76,3 +76,12 @@ def test_what_is_saved_of_two_optimizers_in_one_is_the_average_of_both(
     trained = {name: each.clone() for name, each in model.state_dict().items()}
     saved = accelerator.get_state_dict(prepared)
     assert not any(torch.equal(saved[name], trained[name]) for name, _ in model.named_parameters())
+
+
+def test_a_wrapper_after_what_it_wraps_leaves_the_steps_to_it(make_accelerator, mode):
+    model = torch.nn.Linear(4, 4)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = make_accelerator(mode)
+    accelerator.prepare(model, base, Around(base))
+    assert isinstance(base, torch_bf16.SGD)
+    assert model.weight.dtype == torch.bfloat16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from lightning_models import batches, host, network
@@ -155,13 +157,18 @@ def test_an_unsupported_optimizer_is_refused_at_setup(fabric):
         fabric.setup(model, torch.optim.LBFGS(model.parameters()))
 
 
-def test_an_optimizer_that_is_refused_leaves_the_one_beside_it_as_it_was(fabric):
-    module = fabric.setup_module(network())
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_that_is_refused_leaves_the_one_beside_it_as_it_was(fabric, together):
+    module, other = network(), network()
+    wrapped = module if together else fabric.setup_module(module)
     classes = [torch.optim.SGD, torch.optim.LBFGS]
-    optimizers = [each(module.parameters()) for each in classes]
+    optimizers = [c(m.parameters()) for c, m in zip(classes, (wrapped, other), strict=True)]
+    setup = functools.partial(fabric.setup, module) if together else fabric.setup_optimizers
     with pytest.raises(NotImplementedError, match="LBFGS cannot be converted"):
-        fabric.setup_optimizers(*optimizers)
+        setup(*optimizers)
     assert [type(each) for each in optimizers] == classes
+    if together:
+        assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
 def test_keep_fp32_names_a_part_of_one_module_among_several(fabric_package, mode, monkeypatch):
@@ -170,7 +177,7 @@ def test_keep_fp32_names_a_part_of_one_module_among_several(fabric_package, mode
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, precision=mode)
     model, without = network(), torch.nn.Linear(8, 8)
     optimizers = [torch.optim.SGD(each.parameters()) for each in (model, without)]
-    with pytest.raises(ValueError, match=r"'3' matches no module of Linear .*prepare that one fi"):
+    with pytest.raises(ValueError, match=r"'3' matches no module of Linear .*set up that one fi"):
         fabric.setup(without, optimizers[1])
     assert (type(optimizers[1]), without.weight.dtype) == (torch.optim.SGD, torch.float32)
     fabric.setup(model, optimizers[0])
@@ -217,3 +224,15 @@ def test_a_refused_option_of_the_plugin_is_not_blamed_on_the_optimizer(fabric_pa
     assert "32-true" not in str(refused.value)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_wrapper_after_what_it_wraps_leaves_the_steps_to_it(fabric):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, base):
+            super().__init__(base.param_groups, base.defaults)
+            self.base_optimizer, self.param_groups = base, base.param_groups
+
+    model = fabric.setup_module(network())
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    fabric.setup_optimizers(base, Around(base))
+    assert isinstance(base, torch_bf16.SGD)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.argument_checks import check_module
+from torch_bf16.engine.wrappers import held_optimizers, optimizers_in
 from torch_bf16.model.kept_fp32 import fp32_parameters
 from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adagrad import Adagrad, RMSprop
@@ -146,21 +147,26 @@ def check_conversion(
 
 
 def refuse_unconvertible(
-    optimizer: torch.optim.Optimizer, recipe: str | Recipe, *, model: nn.Module | None = None
+    asked: Iterable[tuple[torch.optim.Optimizer, str | Recipe, nn.Module | None]],
 ) -> None:
-    """Refuse what :func:`torch_bf16.convert` would, and change nothing.
+    """Refuse what :func:`torch_bf16.convert` would of several optimizers, and change nothing.
 
-    For programs that convert several optimizers and want to convert all of them or none.
+    States that they have already are not looked at.
 
     Args:
-        optimizer: the optimizer that is to be converted.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        model: the module that owns the parameters.
+        asked: an optimizer, its recipe, and the module that owns its parameters, in the order in
+            which they are to be converted. One that holds an earlier one leaves its steps to it.
 
     Raises:
         ValueError, NotImplementedError: as :func:`torch_bf16.convert` does.
     """
-    check_conversion("convert", optimizer, get_recipe(recipe), model)
+    before: set[int] = set()
+    for optimizer, recipe, model in asked:
+        if model is not None:
+            check_module("convert", model)
+        if before.isdisjoint(map(id, optimizers_in(optimizer).values())):
+            check_conversion("convert", optimizer, get_recipe(recipe), model)
+        before.add(id(optimizer))
 
 
 def _stays_fp32(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from .nested_tensors import map_arguments
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
-__all__ = ["cast_model"]
+__all__ = ["cast_model", "refuse_uncastable"]
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -79,28 +79,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         torch.bfloat16
     """
     recipe = get_recipe(recipe)
-    check_module("cast_model", model)
-    check_scripted(model, recipe.compute)
-    in_fp32, asked = kept(recipe, model)
-    staying = staying_ids(model, asked)
-    to_fp32 = {id(p): p for p in asked if is_narrow(p)}
-    to_bf16, in_bf16 = {}, set()
-    for name, parameter in model.named_parameters():
-        if id(parameter) in staying or not is_plain(parameter):
-            continue
-        if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-                "cast_model starts from float32. Call model.float() first"
-            )
-        if parameter.dtype == torch.float32:
-            to_bf16[id(parameter)] = parameter
-        elif parameter.dtype == torch.bfloat16:
-            in_bf16.add(id(parameter))
+    in_fp32, asked, to_fp32, to_bf16, in_bf16 = _parts(model, recipe)
     changed = {**to_fp32, **to_bf16}
-    if changed:
-        _check_wrappers(model)
-    _check_groups(model, set(to_fp32), set(to_bf16))
     fill_gaps()
     decompose_under_autocast()
     name_weights_in_errors()
@@ -157,6 +137,56 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             "first step; or use an optimizer of torch_bf16",
         )
     return model
+
+
+def refuse_uncastable(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> None:
+    """Refuse what :func:`cast_model` would, and change nothing.
+
+    For programs that cast several models, or convert an optimizer first, and want all or none.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`cast_model` does.
+    """
+    _parts(model, get_recipe(recipe))
+
+
+class _Parts(NamedTuple):
+    """The modules that compute in fp32, and the parameters by what becomes of them, by their ids.
+
+    Those that were asked for in fp32 include the ones that are cast to it.
+    """
+
+    in_fp32: list[nn.Module]
+    asked: list[nn.Parameter]
+    to_fp32: dict[int, nn.Parameter]
+    to_bf16: dict[int, nn.Parameter]
+    in_bf16: set[int]
+
+
+def _parts(model: nn.Module, recipe: Recipe) -> _Parts:
+    """What a cast makes of a model, or why it cannot be cast."""
+    check_module("cast_model", model)
+    check_scripted(model, recipe.compute)
+    in_fp32, asked = kept(recipe, model)
+    staying = staying_ids(model, asked)
+    to_fp32 = {id(p): p for p in asked if is_narrow(p)}
+    to_bf16, in_bf16 = {}, set()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in staying or not is_plain(parameter):
+            continue
+        if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+                "cast_model starts from float32. Call model.float() first"
+            )
+        if parameter.dtype == torch.float32:
+            to_bf16[id(parameter)] = parameter
+        elif parameter.dtype == torch.bfloat16:
+            in_bf16.add(id(parameter))
+    if to_fp32 or to_bf16:
+        _check_wrappers(model)
+    _check_groups(model, set(to_fp32), set(to_bf16))
+    return _Parts(in_fp32, asked, to_fp32, to_bf16, in_bf16)
 
 
 def _warn_of_buffers(gradients: list[Tensor]) -> None:

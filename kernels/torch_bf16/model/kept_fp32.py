@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -76,26 +76,29 @@ def matched_patterns(
     return tuple(key for key in keys if any(_matches(key, modules, named)))
 
 
-def refuse_unmatched(models: Sequence[nn.Module], recipe: str | Recipe) -> None:
-    """Refuse an entry of ``recipe.keep_fp32`` that matches nothing in any of several models.
+def refuse_unmatched(
+    model: nn.Module, recipe: str | Recipe, elsewhere: Collection[str | type] = ()
+) -> None:
+    """Refuse an entry of ``recipe.keep_fp32`` that matches nothing in a model, nor in another.
 
     For programs that cast several models by one recipe, each by the entries that
     :func:`matched_patterns` finds in it.
 
     Args:
-        models: one or more; the message says what the last one has.
+        model: the model that is to be cast.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        elsewhere: entries that match something in other models.
 
     Raises:
-        ValueError: an entry matches nothing.
+        ValueError: ``model`` is not a module, or an entry matches nothing.
     """
     recipe = get_recipe(recipe)
-    found = {key for each in models for key in matched_patterns(each, recipe)}
+    found = {*matched_patterns(model, recipe), *elsewhere} if recipe.keep_fp32 else ()
     for key in recipe.keep_fp32:
         if key not in found:
             raise ValueError(
-                f"{_unmatched(key, models[-1])}. If another model has it, prepare that one first, "
-                "or in the same call"
+                f"{_unmatched(key, model)}. If another model has it, prepare or set up that one "
+                "first"
             )
 
 
