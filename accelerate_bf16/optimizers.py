@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torch_bf16
@@ -21,8 +21,8 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     ours = torch_bf16.held_optimizers(optimizer)
-    parameters = [set(torch_bf16.parameters_of(each)) for each in (*ours, optimizer)]
-    return ours[0] if len(ours) == 1 and parameters[0] == parameters[1] else optimizer
+    same = len(ours) == 1 and _parameters(ours[0]) == _parameters(optimizer)
+    return ours[0] if same else optimizer
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
@@ -32,4 +32,8 @@ def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF1
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates a parameter of a model."""
-    return not set(torch_bf16.parameters_of(optimizer)).isdisjoint(model.parameters())
+    return not _parameters(optimizer).isdisjoint(model.parameters())
+
+
+def _parameters(optimizer: Optimizer) -> set[Tensor]:
+    return set(torch_bf16.parameters_of(optimizer))

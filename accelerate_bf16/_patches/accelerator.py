@@ -17,6 +17,7 @@ from bf16_autoload import Patches
 
 from .deepspeed import attach, schedulers, uses_deepspeed
 from .fsdp import separate_groups
+from .properties import replace_property
 from .state import creating
 from .unregistered import LIVING
 
@@ -99,24 +100,22 @@ def init(original: Any) -> Any:
 
 def add_mixed_precision(module: Any, patches: Patches) -> None:
     """Let the mode's name equal "bf16" when scripts compare it, until all is put back."""
-    stock = module.Accelerator.mixed_precision
-    if getattr(stock.fget, "_replaced_by", None) is patches:
-        return
 
-    @functools.wraps(stock.fget)
-    def mixed_precision(self: Any) -> Any:
-        if _current is None:
-            # Under DeepSpeed Accelerate says "bf16", as its configuration does.
-            if mode := mode_of(self):
-                return ModeName(mode)
-            if canonical(self.state._mixed_precision):  # of another Accelerator
-                return named_mode(self)
-        return stock.fget(self)
+    def make(stock: Any) -> Any:
+        def mixed_precision(self: Any) -> Any:
+            if _current is None:
+                # Under DeepSpeed Accelerate says "bf16", as its configuration does.
+                if mode := mode_of(self):
+                    return ModeName(mode)
+                if canonical(self.state._mixed_precision):  # of another Accelerator
+                    return named_mode(self)
+            return stock(self)
 
-    mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
-    patches.set(module.Accelerator, "mixed_precision", property(mixed_precision))
-    LIVING.restore()
-    patches.keep(LIVING, LIVING)
+        return mixed_precision
+
+    if replace_property(patches, module.Accelerator, "mixed_precision", make):
+        LIVING.restore()
+        patches.keep(LIVING, LIVING)
 
 
 @_in_our_modes

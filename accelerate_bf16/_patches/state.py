@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from bf16_autoload import Patches
 
 from .deepspeed import complete_configs
 from .enums import add_member
+from .properties import replace_property
 
 __all__ = ["add_mixed_precision", "add_modes", "creating", "init"]
 
@@ -56,17 +56,15 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
     state = module.AcceleratorState._shared_state
     if mode := canonical(state.get("_mixed_precision")):
         state["_mixed_precision"] = mode
-    stock = module.AcceleratorState.mixed_precision
-    if getattr(stock.fget, "_replaced_by", None) is patches:
-        return
 
-    @functools.wraps(stock.fget)
-    def mixed_precision(self: Any) -> Any:
-        name = stock.fget(self)
-        return ModeName(name) if canonical(name) and not _creating else name
+    def make(stock: Any) -> Any:
+        def mixed_precision(self: Any) -> Any:
+            name = stock(self)
+            return ModeName(name) if canonical(name) and not _creating else name
 
-    mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
-    patches.set(module.AcceleratorState, "mixed_precision", property(mixed_precision))
+        return mixed_precision
+
+    replace_property(patches, module.AcceleratorState, "mixed_precision", make)
 
 
 def _resolve(script_mode: str) -> tuple[str, str | None]:

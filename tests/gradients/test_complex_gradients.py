@@ -14,10 +14,7 @@ from complex_cases import (
 from complex_replica import run
 
 import torch_bf16
-
-
-def parameters_of(optimizer):
-    return optimizer.param_groups[0]["params"]
+from torch_bf16 import parameters_of
 
 
 @pytest.mark.parametrize("form", [torch.clone, conjugated], ids=["plain", "conjugated"])

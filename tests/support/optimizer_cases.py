@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import torch_bf16
-from torch_bf16 import Recipe
+from torch_bf16 import Recipe, parameters_of
 
 # name -> our class, torch's if it has one, and options that make every term of the rule count
 OPTIMIZERS = {
@@ -145,10 +145,6 @@ def make_parameters(seed=0) -> dict[str, torch.nn.Parameter]:
         "fp32_transposed": random(3, 4, dtype=torch.float32).t(),
     }
     return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
-
-
-def parameters_of(optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def set_gradients(parameters, seed) -> None:

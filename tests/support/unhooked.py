@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked_scripts import outside_tests
 
-_TESTS = Path(__file__).parents[1]
 _TIMEOUT = 240
 # What every host has torch import.
 _IMPORTS = (
@@ -82,8 +82,7 @@ def _import(imports: Sequence[str], hosts: Sequence[str]) -> None:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     assert not {*_OURS, *hosts} & sys.modules.keys()
-    # What runs here must not find what lies beside tests.
-    sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(_TESTS)]
+    outside_tests()
     gc.collect()
     gc.freeze()
 
