@@ -151,4 +151,5 @@ def _seeded():
     # Imported here, because torch reads the variable above when it is loaded.
     import torch
 
-    torch.manual_seed(0)
+    # torch.manual_seed without a GPU keeps three tracebacks for when there may be one.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import entry_points_once  # noqa: F401  (before the hosts)
 import pytest
 from forkserver import IMPORTS
 from lightning_models import FABRICS, MODES, TRAINERS, host

@@ -22,7 +22,7 @@ from lightning_models import (
     make_trainer,
     network,
 )
-from torch import distributed as dist
+from sharded_training import everywhere
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -179,9 +179,7 @@ def whole(
         shape = span.shape if like else tensor.shape
         places = span.indices(memory.device) if like else torch.arange(len(memory))
         mine[name] = (shape, places, memory.clone())
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, mine)
-    pieces = [(name, *each) for rank in held for name, each in rank.items()]
+    pieces = [(name, *each) for rank in everywhere(mine) for name, each in rank.items()]
     made: dict[str, torch.Tensor] = {}
     for name, shape, places, piece in pieces:
         tensor = made.setdefault(name, torch.zeros(shape, dtype=piece.dtype))

@@ -35,7 +35,9 @@ RESUMED = [
         *(Cell(strategy, (world, 1), package, mode) for world in (before, 6 - before)),
         id=f"{strategy}-{before}-to-{6 - before}-{package}-{mode}",
     )
-    for (strategy, package), mode, before in itertools.product(RESHARDED, MODES, (2, 4))
+    for (strategy, package), (mode, before) in itertools.product(
+        RESHARDED, zip(MODES, (2, 4), strict=True)
+    )
 ]
 
 

@@ -179,7 +179,7 @@ def test_an_average_is_found_among_thousands_of_tensors_and_beside_a_weight_of_z
     nn.init.zeros_(model[0].weight)
     weights = [*torch_bf16.cast_model(model).parameters()]
     averages = [each.detach() * 1.01 for each in weights]
-    (found,) = loose_averages.loose_averages(weights, [])
+    (found,) = loose_averages.loose_averages(weights, [], 4)
     assert found.name == "1.weight"
     assert found.get() is averages[2]
     assert len(others) == 5000

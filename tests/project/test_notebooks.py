@@ -18,8 +18,9 @@ from matplotlib_inline.backend_inline import configure_inline_support
 
 # The steps and the text of a run, and enough of them to see that it runs.
 FEWER_STEPS = {
-    "language_model": {"150": "20", "2_000_000": "200_000"},
+    "language_model": {"150": "8", "steps=20": "steps=4", "2_000_000": "200_000"},
     "four_precisions": {"max_epochs=8": "max_epochs=2"},
+    "monitor_and_doctor": {"steps=300": "steps=100"},
 }
 # One has a kernel of its own, which takes seconds to start.
 IN_A_KERNEL = "rounding_by_hand"

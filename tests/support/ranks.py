@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import threading
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from forkserver import forkserver
+from tensor_pickles import dumps, loads
 
 # Calls from one look for garbage to the next: groups that a function made are part of it, and each
 # has a thread that looks for messages a hundred times a second.
@@ -91,7 +91,7 @@ class Ranks:
                 self._start()
             self._calls += 1
             store = str(self._folder / f"store{self._calls}")
-            call = pickle.dumps((world, store, timeout, device, function, arguments))
+            call = dumps((world, store, timeout, device, function, arguments))
             for pipe in self._pipes[:world]:
                 pipe.send_bytes(call)
             replies = self._replies(world, seconds, grace)
@@ -139,7 +139,7 @@ class Ranks:
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
-                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                    replies[rank] = loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(10)
                     replies[rank] = False, f"ended with {self._processes[rank].exitcode}"
@@ -175,10 +175,10 @@ def _serve(rank: int, pipe: Connection, log: Path) -> None:
     while returned:
         call = pipe.recv_bytes()
         try:
-            reply = True, _run(rank, *pickle.loads(call))
-            message = pickle.dumps(reply)
+            reply = True, _run(rank, *loads(call))
+            message = dumps(reply)
         except BaseException:
-            returned, message = False, pickle.dumps((False, traceback.format_exc()))
+            returned, message = False, dumps((False, traceback.format_exc()))
         pipe.send_bytes(message)
         calls += 1
         if calls % _COLLECTED == 0:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_models import ALONE, RAW, Case, held, local, make_model, mesh_of, named, placed, shard
+from tensor_pickles import dumps, loads
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -198,6 +199,6 @@ def plain(states):
 
 
 def everywhere(value, group=None):
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, dumps(value), group=group)
+    return [*map(loads, values)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Container, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         _weights.extend(_untrained())
         if _searches > 0 and not _swaps():
             _searches -= 1
-            _weights.extend(islice(loose_averages([*_trained()], [*_optimizers]), _SAMPLED))
+            _weights.extend(loose_averages([*_trained()], [*_optimizers], _SAMPLED))
     elif _steps == _begin + written_within:
         # By now every optimizer that takes turns with others is known.
         trained = {id(each) for each in _trained()}

@@ -7,6 +7,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ _COMPARED, _NUMBERS = 8192, 256
 
 
 def loose_averages(
-    trained: Collection[Tensor], optimizers: Collection[Any]
-) -> Iterator[WatchedWeight]:
+    trained: Collection[Tensor], optimizers: Collection[Any], most: int
+) -> list[WatchedWeight]:
     """Search all objects of the process for tensors that are close to a trained weight.
 
     That takes a tenth of a second per million objects. Waits for the device.
@@ -34,12 +35,25 @@ def loose_averages(
     Args:
         trained: the weights that optimizers train.
         optimizers: these optimizers, whose tensors are none.
+        most: how many are found at most.
     """
     names = {id(weight): name for name, _, _, weight in bf16_weights()}
+    weights = [each for each in trained if id(each) in names and is_readable(each)]
+    close = [*islice(_close(weights, optimizers), most)]
+    getters = _getters([tensor for tensor, _ in close])
+    return [
+        WatchedWeight.of(tensor, names[id(weight)], "loose", get, weakref.ref(weight))
+        for (tensor, weight), get in zip(close, getters, strict=True)
+    ]
+
+
+def _close(
+    weights: Collection[Tensor], optimizers: Collection[Any]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors that are close to one of these weights, each with the closest."""
     alike: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
-    for each in trained:
-        if id(each) in names and is_readable(each):
-            alike.setdefault((each.shape, each.device), []).append(each)
+    for each in weights:
+        alike.setdefault((each.shape, each.device), []).append(each)
     if not alike:
         return
     taken = {each.data_ptr() for each in _tensors_of(optimizers)}
@@ -50,35 +64,29 @@ def loose_averages(
         if place in alike and each.data_ptr() not in taken:
             found.setdefault(place, []).append(each)
     for place, some in found.items():
-        weights, compared = alike[place], some[:_COMPARED]
-        for tensor, number in zip(compared, _closest(compared, weights), strict=True):
+        compared = some[:_COMPARED]
+        for tensor, number in zip(compared, _closest(compared, alike[place]), strict=True):
             if number is not None:
-                closest = weights[number]
-                get = _getter(tensor, {id(tensors), id(some), id(compared)})
-                yield WatchedWeight.of(
-                    tensor, names[id(closest)], "loose", get, weakref.ref(closest)
-                )
+                yield tensor, alike[place][number]
 
 
-def _getter(tensor: Tensor, excluded: Collection[int]) -> Callable[[], Tensor | None]:
-    """A function for what is in a tensor's place in a list or a dict, or else for the tensor.
+def _getters(tensors: Sequence[Tensor]) -> list[Callable[[], Tensor | None]]:
+    """For each tensor a function for what is in its place in a list or a dict, or else for it.
 
     ``average[name] = 0.99 * average[name] + 0.01 * weight`` makes a new tensor each time. The list
     or dict is kept alive as long as it is watched.
-
-    Args:
-        tensor: the tensor.
-        excluded: ids of lists that hold it for other reasons.
     """
-    for holder in gc.get_referrers(tensor):
-        if id(holder) in excluded or not issubclass(type(holder), (list, dict)):
+    numbers = {*map(id, tensors)}
+    getters: dict[int, Callable[[], Tensor | None]] = {}
+    # One call for all of them: each looks through all objects.
+    for holder in gc.get_referrers(*tensors) if tensors else ():
+        if holder is tensors or not issubclass(type(holder), (list, dict)):
             continue
         is_list = issubclass(type(holder), list)
-        items = enumerate(holder) if is_list else dict.items(holder)
-        for key, each in items:
-            if each is tensor:
-                return functools.partial(_held, holder, key)
-    return weakref.ref(tensor)
+        for key, each in enumerate(holder) if is_list else dict.items(holder):
+            if id(each) in numbers:
+                getters.setdefault(id(each), functools.partial(_held, holder, key))
+    return [getters.get(id(each)) or weakref.ref(each) for each in tensors]
 
 
 def _held(holder: Any, key: Any) -> Tensor | None:

@@ -26,8 +26,11 @@ class Global:
         room = (int(self._last[-1]) - self._base + 15) // 16 * 16
         self._memory = (ctypes.c_uint8 * room).from_address(self._base)
         self._threads = threads
-        # Of each piece that was written, which program has written a byte: its number and 1.
-        self._writers = {}
+        # Where the bytes of each piece are among those of all pieces, and which program has written
+        # each of them: its number and 1.
+        sizes = (self._last - self._first).astype(np.int64)
+        self._offsets = np.cumsum(sizes) - sizes
+        self._writers = np.zeros(sizes.sum(), np.int32)
 
     def load(self, lanes, addresses, size, count):
         """``count`` unsigned integers for each lane that lie one after the other.
@@ -68,18 +71,12 @@ class Global:
 
     def _check_writers(self, programs, which, addresses, writes):
         """Programs run at once here, and in any order on a GPU: none may use another's results."""
-        for piece in np.unique(which):
-            if piece not in self._writers and not writes:
-                continue
-            first, last = int(self._first[piece]), int(self._last[piece])
-            writers = self._writers.setdefault(piece, np.zeros(last - first, np.int32))
-            here = which == piece
-            bytes_ = (addresses[here] - self._first[piece]).astype(np.int64)
-            if writes:
-                free = writers[bytes_] == 0
-                writers[bytes_[free]] = programs[here][free]
-            known = writers[bytes_]
-            assert ((known == 0) | (known == programs[here])).all(), "two programs at one number"
+        bytes_ = self._offsets[which] + (addresses - self._first[which]).astype(np.int64)
+        known = self._writers[bytes_]
+        if writes:
+            self._writers[bytes_[known == 0]] = programs[known == 0]
+            known = self._writers[bytes_]
+        assert ((known == 0) | (known == programs)).all(), "two programs at one number"
 
     def _numbers(self, size):
         return np.frombuffer(self._memory, f"u{size}")
