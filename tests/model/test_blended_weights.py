@@ -279,6 +279,23 @@ def test_weights_that_another_optimizer_trains_are_not_named():
             train(model, optimizer, model, model, lambda *_: None, 1)
 
 
+@pytest.mark.parametrize("head_start", [0, 9])
+def test_models_that_begin_alike_and_are_trained_side_by_side_are_not_watched(head_start):
+    """Views of their weights, as plans have, look like averages; to watch them is to wait."""
+    first, *_ = pairs = [prepared(nn.Linear(32, 32)) for _ in range(3)]
+    views = [model.weight.detach() for model, _ in pairs]
+    train(*first, first[0], first[0], lambda *_: None, head_start)
+    # The search, at the eighth step, knows only optimizers that have stepped.
+    found = 2 * bool(head_start)
+    assert [each.kind for each in blended_weights._weights].count("loose") == found
+    for _ in range(STEPS):
+        for model, optimizer in pairs:
+            train(model, optimizer, model, model, lambda *_: None, 1)
+            assert [each.kind for each in blended_weights._weights].count("loose") <= found
+    assert not blended_weights._weights
+    assert len(views) == 3
+
+
 def test_an_average_that_is_rounded_stochastically_is_not_named():
     model, optimizer = prepared(nn.Linear(32, 32))
     function = torch_bf16.ema_multi_avg_fn(0.99)

@@ -24,7 +24,7 @@ from torch_bf16.torch_patches import Replacement, at_restore
 
 from .cast_modules import bf16_weights, cast_models
 from .loose_averages import loose_averages
-from .watched_weight import WatchedWeight, is_comparable
+from .watched_weight import WatchedWeight, is_comparable, is_plain
 
 __all__ = ["exempt", "leave_copies", "look", "watch_blends"]
 
@@ -69,13 +69,13 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     global _steps, _begin, _warned, _searches
     if _begin is None:
         return
+    # Before a window begins, too: what another optimizer trains is no average.
+    _optimizers.add(optimizer)
     if optimizer._engine.release is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        _optimizers.add(optimizer)
         return
     _steps += 1
     if _steps < _begin:
         return
-    _optimizers.add(optimizer)
     written_within, length = _WINDOWS[_begin]
     if _steps == _begin:
         _weights.extend(_untrained())
@@ -84,10 +84,12 @@ def look(optimizer: torch.optim.Optimizer) -> None:
             _weights.extend(loose_averages([*_trained()], [*_optimizers], _SAMPLED))
     elif _steps == _begin + written_within:
         # By now every optimizer that takes turns with others is known.
-        trained = {id(each) for each in _trained()}
-        written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
+        trained = [*_trained()]
+        # By address, because views of a weight move with it.
+        moved = {each.data_ptr() for each in trained if is_plain(each)}
+        written = [each for each in _weights if each.is_written() and each.address not in moved]
         _weights[:] = written[:_SAMPLED]
-        alone = dict(_never_trained(trained))
+        alone = dict(_never_trained({*map(id, trained)}))
         for each in written:
             if each.kind == "in the model" and id(each.get()) in alone:
                 each.kind, each.model = "in a model of its own", alone[id(each.get())]

@@ -74,6 +74,12 @@ class WatchedWeight:
         bits = bits_of(weight) if is_readable(weight) else None
         return cls(name, kind, get, _place(weight), bits, followed)
 
+    @property
+    def address(self) -> int | None:
+        """Where the weight is now; None if it is gone."""
+        weight = self.get()
+        return None if weight is None else weight.data_ptr()
+
     def is_written(self) -> bool:
         """Whether it was written since it was first looked at."""
         weight = self.get()
