@@ -149,7 +149,6 @@ def one_rank():
 def _seeded():
     """A test sees the same random numbers alone, in any order and on any worker."""
     # Imported here, because torch reads the variable above when it is loaded.
-    import torch
+    from seeds import seed
 
-    # torch.manual_seed without a GPU keeps three tracebacks for when there may be one.
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+    seed(0)

@@ -198,11 +198,12 @@ def _run(
 ) -> Any:
     import torch
     import torch.distributed as dist
+    from seeds import seed
 
     random.seed(0)
-    torch.manual_seed(0)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    seed(0)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=dist.FileStore(store, world),
