@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, local, make_model
+from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, local
 from sharded_training import RECIPES, STEPS, Run, assert_same, joined, reference
 
 import torch_bf16
@@ -143,18 +143,3 @@ def split_blocks(case, backend):
 @pytest.mark.parametrize("case", SPLIT, ids=Case.id)
 def test_a_cut_through_blocks_is_refused_on_every_rank(ranks, case, backend):
     ranks(case.world, split_blocks, case, backend)
-
-
-def averages(case):
-    model = Run(case, RECIPES[0]).model
-    with pytest.raises(NotImplementedError, match="an average of sharded parameters"):
-        torch_bf16.EMA(model)
-    ema = torch_bf16.EMA(make_model(case.sizes))
-    with pytest.raises(NotImplementedError, match="Nothing was averaged"):
-        ema.update_parameters(model)
-    assert not ema.n_averaged
-
-
-@pytest.mark.parametrize("case", [Case("fsdp2", (4,)), Case("tp", (4,))], ids=Case.id)
-def test_averages_of_sharded_parameters_are_refused(ranks, case):
-    ranks(case.world, averages, case)

@@ -22,9 +22,18 @@ from torch_bf16.engine.wrappers import optimizer_for, owners
 from torch_bf16.errors import with_article
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
-from torch_bf16.sharding import Span, any_flattened, local, missing_memory, shard_of
+from torch_bf16.sharding import (
+    Span,
+    any_flattened,
+    is_dtensor,
+    local,
+    missing_memory,
+    reshard,
+    shard_of,
+)
 
 from .blended_weights import exempt
+from .sharded_average import ShardedAverage, is_sharded, lying_in_place
 
 __all__ = ["EMA", "ema_multi_avg_fn", "rounds_stochastically"]
 
@@ -41,7 +50,8 @@ class _Averages:
     def __init__(self, seed: int, backend: str | None) -> None:
         self._seed, self._backend = seed, backend
         self._made_for: list[Any] = []
-        self._batches: list[tuple[Batch, Sequence[str]]] = []
+        # Each with names of averages, and the spans of them that its tasks move.
+        self._batches: list[tuple[Batch, Sequence[tuple[str, Span]]]] = []
 
     def __reduce__(self) -> Any:
         return _Averages, (self._seed, self._backend)
@@ -60,35 +70,56 @@ class _Averages:
         """
         copies = {}
         for name, average in averages.items():
-            if {average.dtype, values[name].dtype} <= _FORMATS.keys():
+            memory, value = local(average), local(values[name])
+            if {memory.dtype, value.dtype} <= _FORMATS.keys():
                 # Kernels write through addresses, in row-major order.
-                copies[name] = average.detach().contiguous()
-            elif not (average.is_floating_point() or average.is_complex()):
-                average.copy_(values[name])
+                copies[name] = memory.detach().contiguous()
+            elif not (memory.is_floating_point() or memory.is_complex()):
+                memory.copy_(value)
             else:
-                average.lerp_(values[name].to(average.dtype), rate)
+                memory.lerp_(value.to(memory.dtype), rate)
         made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
         if made_for != self._made_for:
-            self._make(copies, values)
+            self._make(averages, copies, values)
             self._made_for = made_for
-        for batch, names in self._batches:
-            device = batch.variant.device
-            inputs = [values[n].detach().to(device).resolve_neg().contiguous() for n in names]
+        for batch, parts in self._batches:
+            of = {
+                name: local(values[name]).detach().to(batch.variant.device).resolve_neg()
+                for name in dict.fromkeys(name for name, _ in parts)
+            }
+            inputs = [span.of(of[name].contiguous()) for name, span in parts]
             batch.run_alike(inputs, step, (rate,))
         for name, copy in copies.items():
-            if copy.data_ptr() != averages[name].data_ptr():
-                averages[name].copy_(copy)
+            if copy.data_ptr() != (memory := local(averages[name])).data_ptr():
+                memory.copy_(copy)
 
-    def _make(self, copies: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        spans = [Span.of_whole(f"average of {name}", each.shape) for name, each in copies.items()]
+    def _make(
+        self,
+        averages: Mapping[str, Tensor],
+        copies: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+    ) -> None:
+        """Make the batches for what this rank holds of these averages."""
+        parts = [
+            (name, span)
+            for name in copies
+            for each in shard_of(averages[name], f"average of {name}").spans
+            for span in each.split()
+        ]
         tasks = [
-            Task(span, AVERAGE, (_FORMATS[copy.dtype],), ((copy,),), values[name].dtype)
-            for span, (name, copy) in zip(spans, copies.items(), strict=True)
+            Task(
+                span,
+                AVERAGE,
+                (_FORMATS[copies[name].dtype],),
+                ((span.of(copies[name]),),),
+                values[name].dtype,
+            )
+            for name, span in parts
         ]
         self._batches = []
-        for pairs in alike(zip(copies, tasks, strict=True), lambda pair: pair[1].variant):
-            names, batched = zip(*pairs, strict=True)
-            self._batches.append((Batch(batched, self._seed, self._backend), names))
+        for pairs in alike(zip(parts, tasks, strict=True), lambda pair: pair[1].variant):
+            batched_parts, batched = zip(*pairs, strict=True)
+            self._batches.append((Batch(batched, self._seed, self._backend), batched_parts))
 
 
 def _check_decay(decay: float, seed: int) -> None:
@@ -100,11 +131,17 @@ def _check_decay(decay: float, seed: int) -> None:
 
 
 def _refuse(tensors: Iterable[Tensor]) -> None:
-    sharded = False
     for each in tensors:
+        if is_dtensor(each):
+            continue
         if shard_of(each).sharded:
-            sharded = True
-        elif local(each) is not each or missing_memory(each):
+            raise NotImplementedError(
+                "an average of weights that FSDP1 or ZeRO-3 has sharded cannot be kept: a rank has "
+                "a stretch of them in a row of many. Shard with torch.distributed.fsdp."
+                "fully_shard (FSDP2), whose averages are sharded like the weights. Nothing was "
+                "averaged"
+            )
+        if local(each) is not each or missing_memory(each):
             kind = type(each)
             raise NotImplementedError(
                 f"an average of a {kind.__module__}.{kind.__qualname__}, which wraps the memory of "
@@ -112,13 +149,15 @@ def _refuse(tensors: Iterable[Tensor]) -> None:
                 "it with a plain copy that load_state_dict() gave these weights. Nothing was "
                 "averaged"
             )
-    if sharded:
-        raise NotImplementedError(
-            "an average of sharded parameters cannot be kept: each rank has a part of them. Make "
-            "an EMA of a whole copy before sharding, and call update_parameters() with another "
-            "one, into which torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)) was loaded. Nothing was averaged"
-        )
+
+
+def _place(tensor: Any) -> Any:
+    """How a tensor lies on ranks; None if each has all of it."""
+    return (tuple(tensor.placements), tensor.device_mesh) if is_dtensor(tensor) else None
+
+
+def _shown(place: Any) -> str:
+    return "whole on each rank" if place is None else f"placed as {place[0]} on {place[1]}"
 
 
 def ema_multi_avg_fn(
@@ -180,19 +219,24 @@ class EMA(AveragedModel):
     Where weights have exact masters, ``update_parameters(model, optimizer)`` averages those: bf16
     weights follow steps that are smaller than their spacing with a delay.
 
+    The average of a model that FSDP2 or tensor parallelism has sharded is sharded in the same way,
+    with the bits that it has in one process. It has no forward pass: compute by the model, within
+    :meth:`swapped`.
+
     Args:
-        model: the module to average; copied, not changed.
+        model: the module to average; copied, not changed. Shard it first.
         decay: share of the average that an update keeps.
         format: format of the averages: ``"fp32"`` (4 bytes per element), ``"bf16_stochastic"`` (2),
             or None for the one that fits each parameter's dtype.
         use_buffers: average floating-point buffers too; else they are copied at each update.
-        device: where the average is kept; None for the model's.
+        device: where the average is kept; None for the model's. Not for a sharded model.
         seed: seed of the rounding noise, which parameters' names key; the same on every replica.
         backend: name of the backend; None for the best that works.
 
     Raises:
         ValueError: ``model`` is not a module, or ``decay``, ``format`` or ``seed`` cannot be used.
-        NotImplementedError: ``model`` is sharded, or FSDP1 has flattened it.
+        NotImplementedError: FSDP1 or ZeRO-3 has sharded ``model``, a parameter wraps the memory of
+            a weight, or ``device`` is passed with a sharded model.
 
     Example:
         >>> ema = torch_bf16.EMA(model, decay=0.9999)
@@ -221,11 +265,21 @@ class EMA(AveragedModel):
                 f"EMA was given {with_article(model)} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        sharded = is_sharded(model)
         _refuse(model.parameters())
-        super().__init__(model, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
+        if sharded and device is not None:
+            raise NotImplementedError(
+                f"EMA was given device={str(device)!r} for a sharded {type(model).__name__}: each "
+                "rank keeps the average of its part beside that part. Leave device out; "
+                "format='bf16_stochastic' takes 2 bytes per element instead of 4"
+            )
+        copied = nn.Module() if sharded else model
+        super().__init__(copied, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend
         self._averages = _Averages(seed, backend)
-        if format is not None:
+        if sharded:
+            self.module = ShardedAverage(model, None if format is None else _DTYPES[format])
+        elif format is not None:
             for parameter in self.module.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(_DTYPES[format])
@@ -242,19 +296,18 @@ class EMA(AveragedModel):
                 stochastically.
 
         Raises:
-            ValueError: ``model`` is another one, or an optimizer is not one of this package.
-            NotImplementedError: ``model`` is sharded.
+            ValueError: ``model`` is another one, or was sharded since, or an optimizer is not one
+                of this package.
         """
         check_module("update_parameters", model)
         holders = [optimizer_for("update_parameters", each) for each in optimizers]
         exempt(self.module)
-        _refuse(model.parameters())
         ours, theirs = self._pairs("update_parameters", model)
         theirs |= _exact(model, holders)
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
         if self.n_averaged == 0:
             for name, average in ours.items():
-                average.copy_(theirs[name])
+                local(average).copy_(local(theirs[name]))
         else:
             self._averages.move(ours, theirs, 1.0 - self.decay, int(self.n_averaged) + 1)
         if not self.use_buffers:
@@ -266,28 +319,34 @@ class EMA(AveragedModel):
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Within the context ``model`` computes with the average, in its own dtypes.
 
-        Its weights, and with ``use_buffers`` its buffers, are put aside, not overwritten, so that
-        exact masters stay valid. Take no optimizer step inside.
+        Its weights, and with ``use_buffers`` its buffers, are put aside, and exact masters stay
+        valid. Take no optimizer step inside. Where the model is sharded, this rank's part of it is
+        copied.
 
         Raises:
-            ValueError: ``model`` is not the one that is averaged, or is wrapped or sharded.
+            ValueError: ``model`` is not the one that is averaged, is wrapped, or was sharded since.
         """
-        _refuse(model.parameters())
         averages, own = self._pairs("swapped", model)
-        aside = [(tensor, tensor.data) for tensor in own.values()]
+        sharded = [(own[name], averages[name]) for name in own if is_dtensor(own[name])]
+        plain = {name: tensor for name, tensor in own.items() if not is_dtensor(tensor)}
+        aside = [(tensor, tensor.data) for tensor in plain.values()]
         buffers = dict(model.named_buffers())
-        try:
-            for name, tensor in own.items():
-                # A forward pass may write a buffer.
-                average, copies = averages[name].data, name in buffers
-                tensor.data = average.to(tensor.device, tensor.dtype, copy=copies)
-            yield
-        finally:
-            for tensor, data in aside:
-                tensor.data = data
+        with lying_in_place(sharded):
+            try:
+                for name, tensor in plain.items():
+                    # A forward pass may write a buffer.
+                    average, copies = averages[name].data, name in buffers
+                    tensor.data = average.to(tensor.device, tensor.dtype, copy=copies)
+                yield
+            finally:
+                for tensor, data in aside:
+                    tensor.data = data
 
     def _pairs(self, method: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The averages, and the tensors of ``model`` that they follow, each by name."""
+        # Weights that FSDP2 has gathered are not those that are trained.
+        reshard(self.module.parameters())
+        _refuse(model.parameters())
         ours: dict[str, Tensor] = dict(self.module.named_parameters())
         theirs: dict[str, Tensor] = dict(model.named_parameters())
         if self.use_buffers:
@@ -300,4 +359,11 @@ class EMA(AveragedModel):
                 f"{method}: this model and the averaged one differ in {missing[:4]}; pass the "
                 "module that EMA was made from, not a wrapper around it"
             )
+        for name, average in ours.items():
+            here, there = _place(average), _place(theirs[name])
+            if here != there:
+                raise ValueError(
+                    f"{method}: {name!r} is {_shown(there)}, and its average is {_shown(here)}; "
+                    "make the EMA after the model is sharded"
+                )
         return ours, theirs

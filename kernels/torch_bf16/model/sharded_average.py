@@ -1,0 +1,91 @@
+"""The average of a sharded model: copies of the parts that this rank holds, under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.sharding import is_dtensor, local, place_like, reshard, units
+
+__all__ = ["ShardedAverage", "is_sharded", "lying_in_place"]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a parameter is a DTensor, of FSDP2, which frees what it has gathered, or others."""
+    reshard(each for unit in units(model) for each in unit.parameters)
+    return any(map(is_dtensor, model.parameters()))
+
+
+class ShardedAverage(nn.Module):
+    """Copies of a model's parameters and buffers in modules of the same names, without their code.
+
+    FSDP2 refuses to be copied, because its modules gather by hooks of their own. Each rank copies
+    what it holds. Tied weights stay tied.
+
+    Args:
+        model: the model, sharded; not changed.
+        dtype: of the copies of floating-point parameters; None for their own.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        _fill(self, model, dtype, {id(model): self})
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refuse: only the model itself can gather its weights.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "the average of a sharded model has no forward pass of its own: compute by the model, "
+            "within `with ema.swapped(model): ...`"
+        )
+
+
+def _fill(
+    copy: nn.Module, module: nn.Module, dtype: torch.dtype | None, copies: dict[int, Any]
+) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in copies:
+            memory = local(parameter).detach()
+            cast = memory.dtype if dtype is None or not memory.is_floating_point() else dtype
+            memory = memory.to(cast, memory_format=torch.contiguous_format, copy=True)
+            placed = place_like(parameter, memory)
+            copies[id(parameter)] = nn.Parameter(placed, parameter.requires_grad)
+        copy.register_parameter(name, copies.get(id(parameter)))
+    for name, buffer in module._buffers.items():
+        persistent = name not in module._non_persistent_buffers_set
+        copied = None if buffer is None else buffer.detach().clone()
+        copy.register_buffer(name, copied, persistent)
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in copies:
+            copies[id(child)] = nn.Module()
+            _fill(copies[id(child)], child, dtype, copies)
+        copy.register_module(name, copies.get(id(child)))
+
+
+@contextmanager
+def lying_in_place(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Within the context each weight has the numbers of its average, in the memory that it has.
+
+    FSDP2 gathers from that memory, whatever ``.data`` is assigned to a parameter.
+
+    Args:
+        pairs: DTensors, each with its average; the DTensors have their bits, and their versions,
+            again afterwards.
+    """
+    weights = [local(weight) for weight, _ in pairs]
+    aside = [weight.detach().clone() for weight in weights]
+    try:
+        for weight, (_, average) in zip(weights, pairs, strict=True):
+            weight.data.copy_(local(average))
+        yield
+    finally:
+        reshard(weight for weight, _ in pairs)
+        for weight, own in zip(weights, aside, strict=True):
+            weight.data.copy_(own)

@@ -1,0 +1,19 @@
+"""The search for averages that belong to no module."""
+
+import torch
+from torch import nn
+
+import torch_bf16
+from torch_bf16.model.loose_averages import loose_averages
+
+
+def test_an_average_is_found_among_thousands_of_tensors_and_beside_a_weight_of_zeros():
+    others = torch.randn(5000, 32, 32).bfloat16().unbind()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    nn.init.zeros_(model[0].weight)
+    weights = [*torch_bf16.cast_model(model).parameters()]
+    averages = [each.detach() * 1.01 for each in weights]
+    (found,) = loose_averages(weights, [], 4)
+    assert found.name == "1.weight"
+    assert found.get() is averages[2]
+    assert len(others) == 5000
