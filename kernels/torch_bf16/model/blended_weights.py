@@ -33,7 +33,8 @@ __all__ = ["exempt", "leave_copies", "look", "watch_blends"]
 # weights that nothing at all changes, or begin much later, so there are others. Those of GANs,
 # whose optimizers take turns, are often moved after every tenth turn only.
 _WINDOWS = {8: (16, 64), 1000: (32, 128), 10_000: (32, 128), 100_000: (32, 128)}
-# Weights that are watched to the end of a window, and searches for loose averages after a cast.
+# Weights that are watched at a time, once it is known which are written, and searches for loose
+# averages after a cast.
 _SAMPLED, _SEARCHES = 4, 2
 
 _steps = 0
@@ -88,7 +89,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         # By address, because views of a weight move with it.
         moved = {each.data_ptr() for each in trained if is_plain(each)}
         written = [each for each in _weights if each.is_written() and each.address not in moved]
-        _weights[:] = written[:_SAMPLED]
+        _weights[:] = written
         alone = dict(_never_trained({*map(id, trained)}))
         for each in written:
             if each.kind == "in the model" and id(each.get()) in alone:
@@ -97,7 +98,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         for each in _weights:
             each.bits, each.modules = None, modules
     elif _steps > _begin + written_within:
-        for each in list(_weights):
+        for each in _weights[:_SAMPLED]:
             if each.loses_writes(_trained):
                 _end()
                 _warned = True
