@@ -225,7 +225,7 @@ def clip_grad_norm_(
 ) -> Any:
     """Clip by the fp32 norm, and leave the scaling to the step if possible."""
     if norm_type != 2:
-        return original(accelerator, _check_not_released(parameters), max_norm, norm_type)
+        return original(accelerator, _to_write(accelerator, parameters), max_norm, norm_type)
     import torch_bf16
     from accelerate_bf16.optimizers import converted_optimizers
 
@@ -242,8 +242,8 @@ def clip_grad_norm_(
 def clip_grad_value_(
     original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
 ) -> Any:
-    """Refuse to clip gradients that were released: clipping would have no effect."""
-    return original(accelerator, _check_not_released(parameters), clip_value)
+    """Clip what an earlier clip by the norm has left, and refuse gradients that were released."""
+    return original(accelerator, _to_write(accelerator, parameters), clip_value)
 
 
 @_in_our_modes
@@ -288,11 +288,14 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
     return result
 
 
-def _check_not_released(parameters: Any) -> list[Any]:
+def _to_write(accelerator: Any, parameters: Any) -> list[Any]:
+    """Parameters whose gradients are about to be written: not released, and scaled by now."""
     import torch_bf16
+    from accelerate_bf16.optimizers import converted_optimizers
 
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     torch_bf16.refuse_released(parameters)
+    torch_bf16.scale_gradients(*converted_optimizers(accelerator._optimizers))
     return parameters
 
 

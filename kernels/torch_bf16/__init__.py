@@ -23,7 +23,13 @@ from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .foreign.convert import convert
 from .foreign.convertible import refuse_unconvertible
 from .gradients.accumulation import accumulate_gradients
-from .gradients.clipping import clip_grad_norm_, clip_next_step, refuse_released, total_norm
+from .gradients.clipping import (
+    clip_grad_norm_,
+    clip_next_step,
+    refuse_released,
+    scale_gradients,
+    total_norm,
+)
 from .gradients.release import release_gradients
 from .gradients.release_options import release_options
 from .gradients.scaler import GradScaler
@@ -125,6 +131,7 @@ __all__ = [
     "release_gradients",
     "release_options",
     "save_checkpoint",
+    "scale_gradients",
     "separate_vectors",
     "setup_gradients",
     "sync_masters",

@@ -77,6 +77,22 @@ def test_gradients_that_replaced_the_clipped_ones_are_not_scaled(prepared):
     assert torch.allclose(before - model.up.bias.float(), torch.tensor(0.5), rtol=0.1)
 
 
+@pytest.mark.parametrize("limit", [1.0, 0.02])
+def test_clipping_by_value_or_another_norm_comes_on_top_of_the_norm(prepared, limit):
+    accelerator, model, wrapped = prepared
+    clipped = [p.grad.double() for p in model.parameters()]
+    norm = torch.stack([g.norm() for g in clipped]).norm()
+    clipped = [(g / norm).clamp(-limit, limit) for g in clipped]
+    weights = [p.detach().double() for p in model.parameters()]
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.clip_grad_value_(model.parameters(), limit)
+    accelerator.clip_grad_norm_(model.parameters(), 1e3, norm_type=1)
+    for p, expected in zip(model.parameters(), clipped, strict=True):
+        torch.testing.assert_close(p.grad.double(), expected, rtol=2**-7, atol=1e-9)
+    wrapped.step()
+    assert any((p != w).any() for p, w in zip(model.parameters(), weights, strict=True))
+
+
 def test_a_part_of_a_sum_leaves_no_coefficient_behind(make_accelerator, mode):
     accelerator = make_accelerator(mode, gradient_accumulation_steps=2)
     model = nn.Linear(4, 4)

@@ -38,6 +38,42 @@ def test_clipping_counts_what_the_next_step_was_told_before(coefficient):
     assert_moved(parameters, 0.25)
 
 
+@pytest.mark.parametrize("coefficient", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_gradients_can_be_scaled_now_and_then_written(coefficient):
+    parameters, optimizer = run()
+    optimizer.scale_next_step(coefficient)
+    torch_bf16.clip_next_step(optimizer, 2.0)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    torch_bf16.scale_gradients(optimizer, other)
+    torch_bf16.scale_gradients(optimizer)
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.full((4, 2), 0.5))
+    nn.utils.clip_grad_value_(parameters, 0.125)
+    optimizer.step()
+    assert_moved(parameters, 0.125)
+
+
+def test_a_step_is_skipped_though_gradients_were_scaled_and_written():
+    parameters, optimizer = run()
+    give(parameters, float("nan"))
+    torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
+    torch_bf16.scale_gradients(optimizer)
+    give(parameters, 1.0)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert_moved(parameters, 0.0)
+
+
+def test_what_was_clipped_for_gradients_that_are_gone_scales_no_others():
+    parameters, optimizer = run()
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    give(parameters, 0.5)
+    torch_bf16.scale_gradients(optimizer)
+    with pytest.warns(UserWarning, match=r"call torch_bf16.scale_gradients\(optimizer\) before"):
+        optimizer.step()
+    assert_moved(parameters, 0.5)
+
+
 def test_no_parameters_have_norm_zero_whatever_the_next_step_was_told():
     parameters, optimizer = run()
     optimizer.scale_next_step(0.25)

@@ -107,6 +107,27 @@ def test_clipping_by_value_changes_the_gradients_as_stock_does(pl):
         assert torch.equal(trained, weight - gradient.float() * 0.5)
 
 
+def test_clipping_by_value_comes_on_top_of_the_norm(pl, mode):
+    seen = []
+
+    def configure_gradient_clipping(self, optimizer, **_):
+        exact = torch.stack([p.grad.double().norm() for p in self.parameters()]).norm()
+        expected = [(p.grad / exact).clamp(-0.125, 0.125).float() for p in self.parameters()]
+        self.clip_gradients(optimizer, 1.0, "norm")
+        self.clip_gradients(optimizer, 0.125, "value")
+        seen.extend(zip(expected, [p.grad.float() for p in self.parameters()], strict=True))
+
+    hooks = {"configure_gradient_clipping": configure_gradient_clipping}
+    module = make_module(pl, configure_optimizers=plain_sgd, **hooks)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(4)
+    make_trainer(pl, mode).fit(module, batches(2))
+    assert seen
+    for expected, found in seen:
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=1e-6)
+
+
 def test_clipping_by_hand_in_manual_optimization_scales_the_gradients_in_place(pl):
     norms = []
 

@@ -73,6 +73,11 @@ class Pending:
             )
         self.coefficient = coefficient
 
+    def take_coefficient(self) -> float | Tensor:
+        """The coefficient, which is 1 afterwards; a request to skip stays, whatever is written."""
+        coefficient, self.coefficient, self._clipped = self.coefficient, 1.0, None
+        return coefficient
+
     def only_for(self, gradients: Iterable[Tensor]) -> None:
         """Make the requests valid only for these gradients, and until these are written."""
         self._clipped = _Clipped([*gradients])
@@ -95,7 +100,8 @@ class Pending:
             warnings.warn(
                 "gradients were clipped and then replaced or written before a step read them, for "
                 "example by model.zero_grad(), p.grad = None or another backward(): this step "
-                "scales nothing and skips nothing. Clip after the last backward() before the step",
+                "scales nothing and skips nothing. Clip after the last backward() before the step, "
+                "and call torch_bf16.scale_gradients(optimizer) before you write them yourself",
                 stacklevel=4,
             )
 

@@ -26,7 +26,14 @@ from torch_bf16.sharding import gradients_of, local
 from .hooked_parameters import released
 from .norm import clip_coefficient, norm_over_ranks, norms_of
 
-__all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "refuse_released", "total_norm"]
+__all__ = [
+    "clip_grad_norm_",
+    "clip_next_step",
+    "pending_of",
+    "refuse_released",
+    "scale_gradients",
+    "total_norm",
+]
 
 
 _NO_PARAMETER = (
@@ -228,6 +235,31 @@ def clip_next_step(
             # The line above wrote to gradients for which scaling may be pending: that stays valid.
             pending.expect_written(gradients[optimizer].values())
     return norm
+
+
+def scale_gradients(*optimizers: Optimizer) -> None:
+    """Scale gradients in place now, by what a clip or ``scale_next_step`` has left to the step.
+
+    For programs that read or write gradients between clipping and the step: to clip them by value,
+    too, or to add noise. The step then scales no more.
+
+    Args:
+        optimizers: their gradients are scaled; those of other libraries have nothing left to do.
+
+    Example:
+        >>> norm = torch_bf16.clip_next_step(optimizer, 1.0)
+        >>> torch_bf16.scale_gradients(optimizer)
+        >>> torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        >>> optimizer.step()
+    """
+    for optimizer in optimizers:
+        pending, parameters = pending_of(optimizer), parameters_of(optimizer)
+        # Of gradients that are gone, the step warns.
+        if pending is None or pending.is_stale(parameters):
+            continue
+        coefficient = pending.take_coefficient()
+        if isinstance(coefficient, Tensor) or coefficient != 1.0:
+            _scale(parameters, torch.as_tensor(coefficient))
 
 
 def _norm_as_scaled(

@@ -173,8 +173,9 @@ def complete_master(
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
             f"{found} of {label()} is in no format of a weight's remainder; it was cast on its way "
-            "here, for example by an optimizer that was not converted yet. Convert the optimizer "
-            "first, and load the state dict as it was saved"
+            "here, for example by an optimizer that was not converted yet, or by torch.cat with a "
+            "tensor of another dtype. Convert the optimizer first, and load the state dict as it "
+            "was saved; where a program joins states with new numbers, give these the same dtype"
         )
     planes = [_fitting(each, memory.shape, home, key, label) for key, each in saved.items()]
     if source == weights:
