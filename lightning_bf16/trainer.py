@@ -124,7 +124,7 @@ class TrainerMixin(PrecisionMixin):
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         """Clip each element, as Lightning does; gradients that were released are refused."""
         torch_bf16.refuse_released(self.main_params(optimizer))
-        torch_bf16.scale_gradients(optimizer)
+        torch_bf16.scale_gradients(torch_bf16.held_optimizers(optimizer))
         super().clip_grad_by_value(optimizer, clip_val)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -291,11 +291,10 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
 def _to_write(accelerator: Any, parameters: Any) -> list[Any]:
     """Parameters whose gradients are about to be written: not released, and scaled by now."""
     import torch_bf16
-    from accelerate_bf16.optimizers import converted_optimizers
 
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     torch_bf16.refuse_released(parameters)
-    torch_bf16.scale_gradients(*converted_optimizers(accelerator._optimizers))
+    torch_bf16.scale_gradients(accelerator._optimizers)
     return parameters
 
 

@@ -44,13 +44,18 @@ def test_gradients_can_be_scaled_now_and_then_written(coefficient):
     optimizer.scale_next_step(coefficient)
     torch_bf16.clip_next_step(optimizer, 2.0)
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    torch_bf16.scale_gradients(optimizer, other)
+    torch_bf16.scale_gradients([optimizer, other])
     torch_bf16.scale_gradients(optimizer)
     for parameter in parameters:
         torch.testing.assert_close(parameter.grad, torch.full((4, 2), 0.5))
     nn.utils.clip_grad_value_(parameters, 0.125)
     optimizer.step()
     assert_moved(parameters, 0.125)
+
+
+def test_only_optimizers_have_gradients_to_scale():
+    with pytest.raises(ValueError, match="scale_gradients was given a Linear for an optimizer"):
+        torch_bf16.scale_gradients(nn.Linear(2, 2))
 
 
 def test_a_step_is_skipped_though_gradients_were_scaled_and_written():

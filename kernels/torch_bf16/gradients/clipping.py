@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending
+from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import with_article
 from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import gradients_of, local
@@ -43,6 +44,9 @@ _NO_PARAMETER = (
 _NO_OPTIMIZER = (
     "clip_next_step was given {} for an optimizer; give those that take the step, and what they "
     "clip as parameters="
+)
+_NOTHING_TO_SCALE = (
+    "scale_gradients was given {} for an optimizer; give those whose gradients were clipped"
 )
 
 
@@ -237,14 +241,18 @@ def clip_next_step(
     return norm
 
 
-def scale_gradients(*optimizers: Optimizer) -> None:
+def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
     """Scale gradients in place now, by what a clip or ``scale_next_step`` has left to the step.
 
     For programs that read or write gradients between clipping and the step: to clip them by value,
     too, or to add noise. The step then scales no more.
 
     Args:
-        optimizers: their gradients are scaled; those of other libraries have nothing left to do.
+        optimizers: one or several, also in a host's wrapper; those of other libraries have nothing
+            left to do.
+
+    Raises:
+        ValueError: one is no optimizer.
 
     Example:
         >>> norm = torch_bf16.clip_next_step(optimizer, 1.0)
@@ -252,10 +260,11 @@ def scale_gradients(*optimizers: Optimizer) -> None:
         >>> torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
         >>> optimizer.step()
     """
-    for optimizer in optimizers:
-        pending, parameters = pending_of(optimizer), parameters_of(optimizer)
+    given = _as_list(optimizers, Optimizer, _NOTHING_TO_SCALE)
+    for optimizer in chain.from_iterable(map(held_optimizers, given)):
+        pending, parameters = optimizer._engine.pending, parameters_of(optimizer)
         # Of gradients that are gone, the step warns.
-        if pending is None or pending.is_stale(parameters):
+        if pending.is_stale(parameters):
             continue
         coefficient = pending.take_coefficient()
         if isinstance(coefficient, Tensor) or coefficient != 1.0:
