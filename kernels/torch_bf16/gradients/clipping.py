@@ -268,7 +268,7 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
             continue
         coefficient = pending.take_coefficient()
         if isinstance(coefficient, Tensor) or coefficient != 1.0:
-            _scale(parameters, torch.as_tensor(coefficient))
+            _scale(parameters, coefficient)
 
 
 def _norm_as_scaled(
@@ -293,7 +293,7 @@ def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     return {key: gradient for key, gradient in pairs if gradient is not None}
 
 
-def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
+def _scale(parameters: Iterable[Tensor], coefficient: float | Tensor) -> None:
     on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -302,7 +302,8 @@ def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
             gradient = gradient.conj() if gradient.is_conj() else gradient
             on_device[gradient.device].append(gradient)
     for device, gradients in on_device.items():
-        torch._foreach_mul_(gradients, coefficient.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        factor = coefficient.to(device) if isinstance(coefficient, Tensor) else coefficient
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
