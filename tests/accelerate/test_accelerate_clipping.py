@@ -77,21 +77,36 @@ def test_gradients_that_replaced_the_clipped_ones_are_not_scaled(prepared):
     assert torch.allclose(before - model.up.bias.float(), torch.tensor(0.5), rtol=0.1)
 
 
-@pytest.mark.parametrize("limit", [1.0, 0.02])
-def test_clipping_by_value_or_another_norm_comes_on_top_of_the_norm(prepared, limit):
+def by_value(accelerator, parameters):
+    accelerator.clip_grad_value_(parameters, 0.02)
+    return lambda g: g.clamp(-0.02, 0.02)
+
+
+def by_another_norm(accelerator, parameters):
+    # Above it only if the clip before is forgotten.
+    accelerator.clip_grad_norm_(parameters, 50.0, norm_type=1)
+    return lambda g: g
+
+
+@pytest.mark.parametrize("clip", [by_value, by_another_norm])
+def test_another_clip_comes_on_top_of_the_one_by_the_norm(prepared, clip):
     accelerator, model, wrapped = prepared
-    clipped = [p.grad.double() for p in model.parameters()]
-    norm = torch.stack([g.norm() for g in clipped]).norm()
-    clipped = [(g / norm).clamp(-limit, limit) for g in clipped]
-    weights = [p.detach().double() for p in model.parameters()]
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    accelerator.clip_grad_value_(model.parameters(), limit)
-    accelerator.clip_grad_norm_(model.parameters(), 1e3, norm_type=1)
+    parameters = [*model.parameters()]
+    gradients = [p.grad.double() for p in parameters]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    assert sum(float(g.abs().sum()) for g in gradients) > 50.0
+    accelerator.clip_grad_norm_(parameters, 1.0)
+    clipped = clip(accelerator, parameters)
     torch_bf16.scale_gradients(wrapped)
-    for p, expected in zip(model.parameters(), clipped, strict=True):
-        torch.testing.assert_close(p.grad.double(), expected, rtol=2**-7, atol=1e-9)
+    found = [p.grad.double() for p in parameters]
+    for g, now in zip(gradients, found, strict=True):
+        torch.testing.assert_close(now, clipped(g / norm), rtol=2**-7, atol=1e-9)
+    weights = [p.detach().double() for p in parameters]
+    wrapped.param_groups[0]["lr"] = 10.0
     wrapped.step()
-    assert any((p != w).any() for p, w in zip(model.parameters(), weights, strict=True))
+    for p, weight, now in zip(parameters, weights, found, strict=True):
+        moved = (p.detach().double() - weight + 10.0 * now).norm()
+        assert moved < 0.1 * (10.0 * now).norm() + 0.01
 
 
 def test_a_part_of_a_sum_leaves_no_coefficient_behind(make_accelerator, mode):

@@ -10,7 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from sharded_models import ALONE, EVEN, UNEVEN, Case, held, local, make_model, mesh_of, shard
 from sharded_training import RECIPES, Part, Run, assert_same, joined
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_bf16
 from torch_bf16 import EMA
@@ -99,9 +107,10 @@ def evaluated(case, recipe):
     with torch.no_grad():
         # A pass without backward, after which FSDP2 keeps what the root has gathered.
         said = [run.model(x)]
-        with suppress(InterruptedError), ema.swapped(run.model):
+        # One that ends within the root's, which FSDP2 would keep gathered.
+        with suppress(RuntimeError), ema.swapped(run.model):
             said.append(run.model(x))
-            raise InterruptedError
+            run.model(x[:, 1:])
         with ema.swapped(run.model):
             said.append(run.model(x))
         said.append(run.model(x))
@@ -147,6 +156,76 @@ def test_a_whole_average_loads_into_a_model_that_is_not_sharded(ranks, case):
     make_model(case.sizes).load_state_dict(whole)
 
 
+class Intricate(nn.Module):
+    """Tied weights, and a buffer that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.tokens.weight
+        self.mix = nn.Linear(4, 4)
+        for each in (self.tokens, self.mix):
+            each.register_buffer("mask", torch.ones(4))
+        self.mix.mask = self.tokens.mask
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.mix(self.tokens(x)) * self.mix.mask)
+
+
+def intricate():
+    """The names in the average of a checkpointed, sharded model, and in that of a plain one."""
+    plain, model = Intricate(), Intricate()
+    model.mix = checkpoint_wrapper(model.mix)
+    torch_bf16.cast_model(model)
+    fully_shard(model.mix)
+    fully_shard(model)
+    ema = EMA(model, DECAY, use_buffers=True)
+    for _ in range(2):
+        ema.update_parameters(model)
+    with ema.swapped(model), torch.autocast("cpu", torch.bfloat16):
+        model(torch.tensor([[1, 2]]))
+    assert ema.module.head.weight is ema.module.tokens.weight
+    options = StateDictOptions(full_state_dict=True)
+    whole = get_model_state_dict(ema, options=options)
+    again = EMA(model, DECAY)
+    set_model_state_dict(again, whole, options=options)
+    assert again.n_averaged == 2
+    return sorted(ema.state_dict()), sorted(EMA(plain).state_dict()), sorted(whole)
+
+
+def test_an_intricate_model_has_the_average_that_it_has_in_one_process(ranks):
+    for names, expected, whole in ranks(2, intricate):
+        assert names == expected
+        assert set(whole) <= set(expected)
+
+
+def placed_otherwise(case):
+    mesh = mesh_of(case)
+    whole, part = torch.ones(4, 4), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    move = torch_bf16.ema_multi_avg_fn(0.5)
+    for pair in ((whole, part), (part, whole), (whole, torch.ones(2, 4))):
+        with pytest.raises(ValueError, match="Nothing was averaged"):
+            move(pair[:1], pair[1:], 2)
+    assert whole.sum() == 16.0
+
+
+def test_what_is_placed_otherwise_is_not_averaged(ranks):
+    ranks(2, placed_otherwise, Case("tp", (2,)))
+
+
+def without_memory(case):
+    with torch.device("meta"):
+        model = make_model(case.sizes)
+    shard(model, case, mesh_of(case))
+    with pytest.raises(ValueError, match="on the meta device, which have no numbers to average"):
+        EMA(model)
+
+
+def test_a_model_on_the_meta_device_is_refused(ranks):
+    ranks(2, without_memory, Case("fsdp2", (2,)))
+
+
 def refused(case):
     model = torch_bf16.cast_model(make_model(case.sizes))
     early = EMA(model)
@@ -169,6 +248,6 @@ def test_what_cannot_be_is_refused_by_name(ranks):
         forward, early, swap, device = each
         assert "within `with ema.swapped(model): ...`" in forward
         for said, method in ((early, "update_parameters"), (swap, "swapped")):
-            assert said.startswith(f"{method}: 'scale' is placed as") or "'kernel'" in said
-            assert said.endswith("whole on each rank; make the EMA after the model is sharded")
+            assert said.startswith(f"{method}: 'kernel' is placed as (Shard(dim=0),) on ")
+            assert "and its average is whole on each rank, of shape (24, 2, 3); make the" in said
         assert "device='cpu' for a sharded FSDPModel" in device

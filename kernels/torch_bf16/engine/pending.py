@@ -73,10 +73,9 @@ class Pending:
             )
         self.coefficient = coefficient
 
-    def take_coefficient(self) -> float | Tensor:
-        """The coefficient, which is 1 afterwards; a request to skip stays, whatever is written."""
-        coefficient, self.coefficient, self._clipped = self.coefficient, 1.0, None
-        return coefficient
+    def forget_coefficient(self) -> None:
+        """Scale nothing: gradients are scaled. A request to skip stays, whatever is written."""
+        self.coefficient, self._clipped = 1.0, None
 
     def only_for(self, gradients: Iterable[Tensor]) -> None:
         """Make the requests valid only for these gradients, and until these are written."""

@@ -245,7 +245,8 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
     """Scale gradients in place now, by what a clip or ``scale_next_step`` has left to the step.
 
     For programs that read or write gradients between clipping and the step: to clip them by value,
-    too, or to add noise. The step then scales no more.
+    too, or to add noise. The step then scales no more; a request to skip it stays until the step
+    or ``zero_grad``.
 
     Args:
         optimizers: one or several, also in a host's wrapper; those of other libraries have nothing
@@ -266,9 +267,12 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
         # Of gradients that are gone, the step warns.
         if pending.is_stale(parameters):
             continue
-        coefficient = pending.take_coefficient()
-        if isinstance(coefficient, Tensor) or coefficient != 1.0:
-            _scale(parameters, coefficient)
+        coefficient = pending.coefficient
+        if isinstance(coefficient, Tensor):
+            _scale(parameters, coefficient.detach().reshape(()))
+        elif coefficient != 1.0:
+            _scale(parameters, float(coefficient))
+        pending.forget_coefficient()
 
 
 def _norm_as_scaled(
@@ -293,6 +297,7 @@ def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     return {key: gradient for key, gradient in pairs if gradient is not None}
 
 
+@torch.no_grad()
 def _scale(parameters: Iterable[Tensor], coefficient: float | Tensor) -> None:
     on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:

@@ -30,6 +30,7 @@ from torch_bf16.sharding import (
     missing_memory,
     reshard,
     shard_of,
+    without_wrappers,
 )
 
 from .blended_weights import exempt
@@ -132,9 +133,9 @@ def _check_decay(decay: float, seed: int) -> None:
 
 def _refuse(tensors: Iterable[Tensor]) -> None:
     for each in tensors:
-        if is_dtensor(each):
+        if is_dtensor(each) and not missing_memory(each):
             continue
-        if shard_of(each).sharded:
+        if not is_dtensor(each) and shard_of(each).sharded:
             raise NotImplementedError(
                 "an average of weights that FSDP1 or ZeRO-3 has sharded cannot be kept: a rank has "
                 "a stretch of them in a row of many. Shard with torch.distributed.fsdp."
@@ -151,13 +152,35 @@ def _refuse(tensors: Iterable[Tensor]) -> None:
             )
 
 
+def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors by names that wrappers, such as one for checkpointing, do not change."""
+    return {without_wrappers(name): tensor for name, tensor in tensors}
+
+
 def _place(tensor: Any) -> Any:
     """How a tensor lies on ranks; None if each has all of it."""
     return (tuple(tensor.placements), tensor.device_mesh) if is_dtensor(tensor) else None
 
 
-def _shown(place: Any) -> str:
-    return "whole on each rank" if place is None else f"placed as {place[0]} on {place[1]}"
+def _check_place(method: str, name: str, value: Tensor, average: Tensor) -> None:
+    """Refuse a value of which this rank holds other elements than of its average.
+
+    Raises:
+        ValueError: it is placed in another way, or has another shape.
+    """
+    there, here = _place(value), _place(average)
+    if (there, value.shape) == (here, average.shape):
+        return
+    shown = [
+        f"whole on each rank, of shape {tuple(each.shape)}"
+        if place is None
+        else f"placed as {place[0]} on {place[1]}, of shape {tuple(each.shape)}"
+        for place, each in ((there, value), (here, average))
+    ]
+    raise ValueError(
+        f"{method}: {name!r} is {shown[0]}, and its average is {shown[1]}; make the average after "
+        "the model is sharded, and pass that model. Nothing was averaged"
+    )
 
 
 def ema_multi_avg_fn(
@@ -196,13 +219,15 @@ def _move_all(
     _refuse([*averages, *values])
     ours = {f"#{n}": each for n, each in enumerate(averages)}
     theirs = {f"#{n}": each for n, each in enumerate(values)}
+    for name, average in ours.items():
+        _check_place("ema_multi_avg_fn", name, theirs[name], average)
     kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
 
 def _exact(model: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
     """The fp32 weights of a model that have an exact master in one of the optimizers, by name."""
     of_parameters, found = owners(optimizers), {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named(model.named_parameters()).items():
         owner = of_parameters.get(parameter)
         if owner is not None and parameter.dtype == torch.bfloat16:
             format_ = owner.recipe.format_of("weights", parameter.shape, parameter.dtype)
@@ -273,6 +298,12 @@ class EMA(AveragedModel):
                 "rank keeps the average of its part beside that part. Leave device out; "
                 "format='bf16_stochastic' takes 2 bytes per element instead of 4"
             )
+        if sharded and any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"EMA was given a sharded {type(model).__name__} with parameters on the meta "
+                "device, which have no numbers to average: give it memory and weights first, by "
+                "model.to_empty(device=...) and what initializes or loads it"
+            )
         copied = nn.Module() if sharded else model
         super().__init__(copied, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend
@@ -298,13 +329,14 @@ class EMA(AveragedModel):
         Raises:
             ValueError: ``model`` is another one, or was sharded since, or an optimizer is not one
                 of this package.
+            NotImplementedError: as for the constructor.
         """
         check_module("update_parameters", model)
         holders = [optimizer_for("update_parameters", each) for each in optimizers]
         exempt(self.module)
         ours, theirs = self._pairs("update_parameters", model)
         theirs |= _exact(model, holders)
-        buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
+        buffers, others = _named(self.module.named_buffers()), _named(model.named_buffers())
         if self.n_averaged == 0:
             for name, average in ours.items():
                 local(average).copy_(local(theirs[name]))
@@ -320,17 +352,19 @@ class EMA(AveragedModel):
         """Within the context ``model`` computes with the average, in its own dtypes.
 
         Its weights, and with ``use_buffers`` its buffers, are put aside, and exact masters stay
-        valid. Take no optimizer step inside. Where the model is sharded, this rank's part of it is
-        copied.
+        valid. Take no optimizer step inside, and read no exact weights. Where the model is sharded,
+        the average lies in the memory of its weights: what ``model.state_dict()`` returns inside
+        has the trained weights again afterwards, so save it, or copy it, inside.
 
         Raises:
             ValueError: ``model`` is not the one that is averaged, is wrapped, or was sharded since.
+            NotImplementedError: as for the constructor.
         """
         averages, own = self._pairs("swapped", model)
         sharded = [(own[name], averages[name]) for name in own if is_dtensor(own[name])]
         plain = {name: tensor for name, tensor in own.items() if not is_dtensor(tensor)}
         aside = [(tensor, tensor.data) for tensor in plain.values()]
-        buffers = dict(model.named_buffers())
+        buffers = _named(model.named_buffers())
         with lying_in_place(sharded):
             try:
                 for name, tensor in plain.items():
@@ -347,23 +381,17 @@ class EMA(AveragedModel):
         # Weights that FSDP2 has gathered are not those that are trained.
         reshard(self.module.parameters())
         _refuse(model.parameters())
-        ours: dict[str, Tensor] = dict(self.module.named_parameters())
-        theirs: dict[str, Tensor] = dict(model.named_parameters())
+        ours, theirs = _named(self.module.named_parameters()), _named(model.named_parameters())
+        own_buffers, buffers = _named(self.module.named_buffers()), _named(model.named_buffers())
         if self.use_buffers:
-            ours.update(self.module.named_buffers())
-            theirs.update(model.named_buffers())
-        buffers = {name for name, _ in model.named_buffers()}
-        lacking = {name for name, _ in self.module.named_buffers()} - buffers
+            ours |= own_buffers
+            theirs |= buffers
+        lacking = own_buffers.keys() - buffers.keys()
         if missing := sorted(ours.keys() ^ theirs.keys() | lacking):
             raise ValueError(
                 f"{method}: this model and the averaged one differ in {missing[:4]}; pass the "
                 "module that EMA was made from, not a wrapper around it"
             )
         for name, average in ours.items():
-            here, there = _place(average), _place(theirs[name])
-            if here != there:
-                raise ValueError(
-                    f"{method}: {name!r} is {_shown(there)}, and its average is {_shown(here)}; "
-                    "make the EMA after the model is sharded"
-                )
+            _check_place(method, name, theirs[name], average)
         return ours, theirs

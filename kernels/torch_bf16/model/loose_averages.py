@@ -83,7 +83,7 @@ def _getters(tensors: Sequence[Tensor]) -> list[Callable[[], Tensor | None]]:
         if holder is tensors or not issubclass(type(holder), (list, dict)):
             continue
         is_list = issubclass(type(holder), list)
-        for key, each in enumerate(holder) if is_list else dict.items(holder):
+        for key, each in enumerate(holder) if is_list else list(dict.items(holder)):
             if id(each) in numbers:
                 getters.setdefault(id(each), functools.partial(_held, holder, key))
     return [getters.get(id(each)) or weakref.ref(each) for each in tensors]

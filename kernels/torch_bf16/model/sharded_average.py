@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.sharding import is_dtensor, local, place_like, reshard, units
+from torch_bf16.sharding import WRAPPERS, is_dtensor, local, place_like, reshard, units
 
 __all__ = ["ShardedAverage", "is_sharded", "lying_in_place"]
 
@@ -24,7 +24,7 @@ class ShardedAverage(nn.Module):
     """Copies of a model's parameters and buffers in modules of the same names, without their code.
 
     FSDP2 refuses to be copied, because its modules gather by hooks of their own. Each rank copies
-    what it holds. Tied weights stay tied.
+    what it holds. Tied weights stay tied; what only wraps a module leaves nothing in the names.
 
     Args:
         model: the model, sharded; not changed.
@@ -60,13 +60,20 @@ def _fill(
         copy.register_parameter(name, copies.get(id(parameter)))
     for name, buffer in module._buffers.items():
         persistent = name not in module._non_persistent_buffers_set
-        copied = None if buffer is None else buffer.detach().clone()
-        copy.register_buffer(name, copied, persistent)
+        if buffer is not None and id(buffer) not in copies:
+            copies[id(buffer)] = buffer.detach().clone()
+        copy.register_buffer(name, copies.get(id(buffer)), persistent)
     for name, child in module._modules.items():
-        if child is not None and id(child) not in copies:
+        if child is None:
+            continue
+        if name in WRAPPERS:
+            _fill(copy, child, dtype, copies)
+            continue
+        if id(child) not in copies:
             copies[id(child)] = nn.Module()
             _fill(copies[id(child)], child, dtype, copies)
-        copy.register_module(name, copies.get(id(child)))
+        # Not register_module, which refuses the names of a module's methods.
+        copy._modules[name] = copies[id(child)]
 
 
 @contextmanager

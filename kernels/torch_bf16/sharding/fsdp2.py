@@ -90,8 +90,11 @@ def reshard(parameters: Iterable[Tensor]) -> None:
     if not any(map(is_dtensor, parameters)):
         return
     for module in _every_module():
-        if callable(give_back := getattr(module, "reshard", None)):
-            give_back()
+        if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
+            for group in _groups(state_of()):
+                # Not by the module's reshard(), which keeps the root's after a forward pass that
+                # has raised.
+                group._to_sharded()
 
 
 def places() -> Iterator[tuple[Tensor, nn.Module, str]]:
