@@ -107,6 +107,23 @@ def test_a_cuda_graph_cannot_record_an_update(format, monkeypatch):
     assert (average.module.weight == 1.5).all()
 
 
+def test_what_autocast_has_cast_is_not_taken_for_the_other_weights():
+    source = nn.Linear(4, 4)
+    ema = EMA(source)
+    ema.update_parameters(source)
+    nn.init.constant_(source.weight, 1.0)
+    x = torch.ones(1, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = source(x)
+        with ema.swapped(source):
+            within = source(x)
+            expected = ema.module(x)
+        after = source(x)
+    assert torch.equal(within, expected)
+    assert torch.equal(before, after)
+    assert not torch.equal(before, within)
+
+
 def test_swapping_keeps_the_weights_and_their_exact_masters():
     torch.manual_seed(0)
     source = torch_bf16.cast_model(nn.Linear(6, 6), "bf16-fp32-master")

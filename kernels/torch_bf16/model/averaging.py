@@ -371,10 +371,13 @@ class EMA(AveragedModel):
                     # A forward pass may write a buffer.
                     average, copies = averages[name].data, name in buffers
                     tensor.data = average.to(tensor.device, tensor.dtype, copy=copies)
+                # An autocast context around it keeps what it has cast.
+                torch.clear_autocast_cache()
                 yield
             finally:
                 for tensor, data in aside:
                     tensor.data = data
+                torch.clear_autocast_cache()
 
     def _pairs(self, method: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The averages, and the tensors of ``model`` that they follow, each by name."""
