@@ -24,7 +24,6 @@ IMPORTS += [
 def fresh_accelerate(monkeypatch):
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    torch.manual_seed(0)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

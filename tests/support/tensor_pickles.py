@@ -29,7 +29,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_all_of_its_memory(tensor: Any) -> bool:
-    strided = tensor.is_cpu and str(tensor.layout) == "torch.strided" and tensor.is_contiguous()
+    import torch
+
+    strided = tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
     lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
     return strided and not lazy and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
 

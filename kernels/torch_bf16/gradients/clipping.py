@@ -268,10 +268,8 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
         if pending.is_stale(parameters):
             continue
         coefficient = pending.coefficient
-        if isinstance(coefficient, Tensor):
-            _scale(parameters, coefficient.detach().reshape(()))
-        elif coefficient != 1.0:
-            _scale(parameters, float(coefficient))
+        if isinstance(coefficient, Tensor) or coefficient != 1.0:
+            _scale(parameters, coefficient)
         pending.forget_coefficient()
 
 
@@ -307,7 +305,8 @@ def _scale(parameters: Iterable[Tensor], coefficient: float | Tensor) -> None:
             gradient = gradient.conj() if gradient.is_conj() else gradient
             on_device[gradient.device].append(gradient)
     for device, gradients in on_device.items():
-        factor = coefficient.to(device) if isinstance(coefficient, Tensor) else coefficient
+        tensor = isinstance(coefficient, Tensor)
+        factor = coefficient.to(device).reshape(()) if tensor else float(coefficient)
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 

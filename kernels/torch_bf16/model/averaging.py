@@ -7,7 +7,7 @@ At a decay of 0.9999 an average in bf16, rounded to nearest, never moves at all:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -17,110 +17,23 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.engine.wrappers import optimizer_for, owners
 from torch_bf16.errors import with_article
-from torch_bf16.formats import BF16_STOCHASTIC, FP32
-from torch_bf16.rules import AVERAGE
-from torch_bf16.sharding import (
-    Span,
-    any_flattened,
-    is_dtensor,
-    local,
-    missing_memory,
-    reshard,
-    shard_of,
-    without_wrappers,
-)
+from torch_bf16.sharding import any_flattened, is_dtensor, local, reshard, units
 
 from .blended_weights import exempt
-from .sharded_average import ShardedAverage, is_sharded, lying_in_place
+from .moving_averages import (
+    FORMATS,
+    MovingAverages,
+    by_name,
+    check_place,
+    refuse_unaveraged,
+)
+from .sharded_average import ShardedAverage, lying_in_place
 
 __all__ = ["EMA", "ema_multi_avg_fn", "rounds_stochastically"]
 
-_FORMATS = {each.planes[0].dtype: each for each in (FP32, BF16_STOCHASTIC)}
-_DTYPES = {each.name: dtype for dtype, each in _FORMATS.items()}
-
-
-class _Averages:
-    """Moves averages towards values, with one kernel call for all tensors of a kind.
-
-    Its batches are reused as long as the averages stay where they are, and are not copied with it.
-    """
-
-    def __init__(self, seed: int, backend: str | None) -> None:
-        self._seed, self._backend = seed, backend
-        self._made_for: list[Any] = []
-        # Each with names of averages, and the spans of them that its tasks move.
-        self._batches: list[tuple[Batch, Sequence[tuple[str, Span]]]] = []
-
-    def __reduce__(self) -> Any:
-        return _Averages, (self._seed, self._backend)
-
-    def move(
-        self, averages: Mapping[str, Tensor], values: Mapping[str, Tensor], rate: float, step: int
-    ) -> None:
-        """``average = average + (value - average) * rate``, in place.
-
-        Args:
-            averages: tensors by name; mutated. Names and ``step`` key the noise. Integer tensors,
-                such as a counter, are set to the value.
-            values: tensors of the same shapes, by the same names.
-            rate: share of the value in the new average.
-            step: number of the update, from 1.
-        """
-        copies = {}
-        for name, average in averages.items():
-            memory, value = local(average), local(values[name])
-            if {memory.dtype, value.dtype} <= _FORMATS.keys():
-                # Kernels write through addresses, in row-major order.
-                copies[name] = memory.detach().contiguous()
-            elif not (memory.is_floating_point() or memory.is_complex()):
-                memory.copy_(value)
-            else:
-                memory.lerp_(value.to(memory.dtype), rate)
-        made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
-        if made_for != self._made_for:
-            self._make(averages, copies, values)
-            self._made_for = made_for
-        for batch, parts in self._batches:
-            of = {
-                name: local(values[name]).detach().to(batch.variant.device).resolve_neg()
-                for name in dict.fromkeys(name for name, _ in parts)
-            }
-            inputs = [span.of(of[name].contiguous()) for name, span in parts]
-            batch.run_alike(inputs, step, (rate,))
-        for name, copy in copies.items():
-            if copy.data_ptr() != (memory := local(averages[name])).data_ptr():
-                memory.copy_(copy)
-
-    def _make(
-        self,
-        averages: Mapping[str, Tensor],
-        copies: Mapping[str, Tensor],
-        values: Mapping[str, Tensor],
-    ) -> None:
-        """Make the batches for what this rank holds of these averages."""
-        parts = [
-            (name, span)
-            for name in copies
-            for each in shard_of(averages[name], f"average of {name}").spans
-            for span in each.split()
-        ]
-        tasks = [
-            Task(
-                span,
-                AVERAGE,
-                (_FORMATS[copies[name].dtype],),
-                ((span.of(copies[name]),),),
-                values[name].dtype,
-            )
-            for name, span in parts
-        ]
-        self._batches = []
-        for pairs in alike(zip(parts, tasks, strict=True), lambda pair: pair[1].variant):
-            batched_parts, batched = zip(*pairs, strict=True)
-            self._batches.append((Batch(batched, self._seed, self._backend), batched_parts))
+_DTYPES = {each.name: dtype for dtype, each in FORMATS.items()}
 
 
 def _check_decay(decay: float, seed: int) -> None:
@@ -129,58 +42,6 @@ def _check_decay(decay: float, seed: int) -> None:
         raise ValueError(f"decay={decay!r} must be a number between 0 and 1")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"seed={seed!r} must be an int")
-
-
-def _refuse(tensors: Iterable[Tensor]) -> None:
-    for each in tensors:
-        if is_dtensor(each) and not missing_memory(each):
-            continue
-        if not is_dtensor(each) and shard_of(each).sharded:
-            raise NotImplementedError(
-                "an average of weights that FSDP1 or ZeRO-3 has sharded cannot be kept: a rank has "
-                "a stretch of them in a row of many. Shard with torch.distributed.fsdp."
-                "fully_shard (FSDP2), whose averages are sharded like the weights. Nothing was "
-                "averaged"
-            )
-        if local(each) is not each or missing_memory(each):
-            kind = type(each)
-            raise NotImplementedError(
-                f"an average of a {kind.__module__}.{kind.__qualname__}, which wraps the memory of "
-                "a weight, cannot be kept. Make the EMA before the model is converted, and update "
-                "it with a plain copy that load_state_dict() gave these weights. Nothing was "
-                "averaged"
-            )
-
-
-def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors by names that wrappers, such as one for checkpointing, do not change."""
-    return {without_wrappers(name): tensor for name, tensor in tensors}
-
-
-def _place(tensor: Any) -> Any:
-    """How a tensor lies on ranks; None if each has all of it."""
-    return (tuple(tensor.placements), tensor.device_mesh) if is_dtensor(tensor) else None
-
-
-def _check_place(method: str, name: str, value: Tensor, average: Tensor) -> None:
-    """Refuse a value of which this rank holds other elements than of its average.
-
-    Raises:
-        ValueError: it is placed in another way, or has another shape.
-    """
-    there, here = _place(value), _place(average)
-    if (there, value.shape) == (here, average.shape):
-        return
-    shown = [
-        f"whole on each rank, of shape {tuple(each.shape)}"
-        if place is None
-        else f"placed as {place[0]} on {place[1]}, of shape {tuple(each.shape)}"
-        for place, each in ((there, value), (here, average))
-    ]
-    raise ValueError(
-        f"{method}: {name!r} is {shown[0]}, and its average is {shown[1]}; make the average after "
-        "the model is sharded, and pass that model. Nothing was averaged"
-    )
 
 
 def ema_multi_avg_fn(
@@ -201,7 +62,7 @@ def ema_multi_avg_fn(
         >>> average.update_parameters(model)
     """
     _check_decay(decay, seed)
-    return functools.partial(_move_all, _Averages(seed, backend), decay)
+    return functools.partial(_move_all, MovingAverages(seed, backend), decay)
 
 
 def rounds_stochastically(function: Any) -> bool:
@@ -210,24 +71,24 @@ def rounds_stochastically(function: Any) -> bool:
 
 
 def _move_all(
-    kept: _Averages,
+    kept: MovingAverages,
     decay: float,
     averages: Sequence[Tensor],
     values: Sequence[Tensor],
     n_averaged: Any,
 ) -> None:
-    _refuse([*averages, *values])
+    refuse_unaveraged([*averages, *values])
     ours = {f"#{n}": each for n, each in enumerate(averages)}
     theirs = {f"#{n}": each for n, each in enumerate(values)}
     for name, average in ours.items():
-        _check_place("ema_multi_avg_fn", name, theirs[name], average)
+        check_place("ema_multi_avg_fn", name, theirs[name], average)
     kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
 
 def _exact(model: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
     """The fp32 weights of a model that have an exact master in one of the optimizers, by name."""
     of_parameters, found = owners(optimizers), {}
-    for name, parameter in _named(model.named_parameters()).items():
+    for name, parameter in by_name(model.named_parameters()).items():
         owner = of_parameters.get(parameter)
         if owner is not None and parameter.dtype == torch.bfloat16:
             format_ = owner.recipe.format_of("weights", parameter.shape, parameter.dtype)
@@ -290,8 +151,10 @@ class EMA(AveragedModel):
                 f"EMA was given {with_article(model)} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        sharded = is_sharded(model)
-        _refuse(model.parameters())
+        # A parameter that FSDP2 has gathered is no DTensor.
+        reshard(each for unit in units(model) for each in unit.parameters)
+        sharded = any(map(is_dtensor, model.parameters()))
+        refuse_unaveraged(model.parameters())
         if sharded and device is not None:
             raise NotImplementedError(
                 f"EMA was given device={str(device)!r} for a sharded {type(model).__name__}: each "
@@ -307,7 +170,7 @@ class EMA(AveragedModel):
         copied = nn.Module() if sharded else model
         super().__init__(copied, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend
-        self._averages = _Averages(seed, backend)
+        self._averages = MovingAverages(seed, backend)
         if sharded:
             self.module = ShardedAverage(model, None if format is None else _DTYPES[format])
         elif format is not None:
@@ -336,7 +199,7 @@ class EMA(AveragedModel):
         exempt(self.module)
         ours, theirs = self._pairs("update_parameters", model)
         theirs |= _exact(model, holders)
-        buffers, others = _named(self.module.named_buffers()), _named(model.named_buffers())
+        buffers, others = by_name(self.module.named_buffers()), by_name(model.named_buffers())
         if self.n_averaged == 0:
             for name, average in ours.items():
                 local(average).copy_(local(theirs[name]))
@@ -364,7 +227,7 @@ class EMA(AveragedModel):
         sharded = [(own[name], averages[name]) for name in own if is_dtensor(own[name])]
         plain = {name: tensor for name, tensor in own.items() if not is_dtensor(tensor)}
         aside = [(tensor, tensor.data) for tensor in plain.values()]
-        buffers = _named(model.named_buffers())
+        buffers = by_name(model.named_buffers())
         with lying_in_place(sharded):
             try:
                 for name, tensor in plain.items():
@@ -383,9 +246,9 @@ class EMA(AveragedModel):
         """The averages, and the tensors of ``model`` that they follow, each by name."""
         # Weights that FSDP2 has gathered are not those that are trained.
         reshard(self.module.parameters())
-        _refuse(model.parameters())
-        ours, theirs = _named(self.module.named_parameters()), _named(model.named_parameters())
-        own_buffers, buffers = _named(self.module.named_buffers()), _named(model.named_buffers())
+        refuse_unaveraged(model.parameters())
+        ours, theirs = by_name(self.module.named_parameters()), by_name(model.named_parameters())
+        own_buffers, buffers = by_name(self.module.named_buffers()), by_name(model.named_buffers())
         if self.use_buffers:
             ours |= own_buffers
             theirs |= buffers
@@ -396,5 +259,5 @@ class EMA(AveragedModel):
                 "module that EMA was made from, not a wrapper around it"
             )
         for name, average in ours.items():
-            _check_place(method, name, theirs[name], average)
+            check_place(method, name, theirs[name], average)
         return ours, theirs

@@ -9,15 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.sharding import WRAPPERS, is_dtensor, local, place_like, reshard, units
+from torch_bf16.sharding import WRAPPERS, local, place_like, reshard
 
-__all__ = ["ShardedAverage", "is_sharded", "lying_in_place"]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a parameter is a DTensor, of FSDP2, which frees what it has gathered, or others."""
-    reshard(each for unit in units(model) for each in unit.parameters)
-    return any(map(is_dtensor, model.parameters()))
+__all__ = ["ShardedAverage", "lying_in_place"]
 
 
 class ShardedAverage(nn.Module):
