@@ -13,6 +13,10 @@ BENCH_ARGS ?=
 GPU_ARGS ?=
 COMPAT_ARGS ?=
 
+# Python compiles what is imported, when it is. pip would compile all of 19,000 files, one by one, for
+# as long as it takes to fetch them.
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+
 # Tests start hundreds of processes. Where this is set, each of them compiles every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -54,12 +58,12 @@ install: $(STAMP)
 # torch goes first and by its plain name, so that the index chooses the build that suits the machine.
 $(STAMP): $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e ".[all,dev]"
+	$(INSTALL) $(TORCH)
+	$(INSTALL) -c $(CONSTRAINTS) -e ".[all,dev]"
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e ".[docs]"
+	$(INSTALL) -c $(CONSTRAINTS) -e ".[docs]"
 	touch $@
 
 clean:

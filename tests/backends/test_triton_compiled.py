@@ -52,14 +52,11 @@ STOCHASTIC, EXACT = "bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16", "16
     ("target", "rule", "name", "strided"),
     [
         ("sm_80", "adamw", EXACT, False),
-        ("sm_80", "lion", "stochastic_bf16_nearest_bfloat16", False),
         ("sm_90", "adamw", STOCHASTIC, False),
         ("sm_90", "adamw", STOCHASTIC, True),
         ("sm_90", "adam", "_8_int8_uint8_bfloat16", False),
-        ("sm_90", "stable_adamw", STOCHASTIC, False),
         # Eight divisions and roots at once, in packed arithmetic.
         ("sm_100", "adamw", STOCHASTIC, False),
-        ("sm_100", "adagrad", "stochastic_uint8_bfloat16", False),
     ],
 )
 def test_compiled_kernels_pass_the_certificate_that_a_gpu_asks_of_them(

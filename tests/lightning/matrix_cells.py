@@ -74,7 +74,7 @@ def cells() -> list[Cell]:
     for world, meshes in MESHES.items():
         for (strategy, mesh), hosts in itertools.product(meshes.items(), (TRAINERS, FABRICS)):
             pairs = [*itertools.product(hosts, MODES)]
-            if world == 4 and strategy in MESHES[2]:
+            if world == 4:
                 pairs = [*zip(hosts, MODES, strict=True)]
             made += [Cell(strategy, mesh, package, mode) for package, mode in pairs]
     return made

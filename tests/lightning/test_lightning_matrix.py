@@ -8,7 +8,6 @@ with the bits of what was not interrupted.
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -30,13 +29,14 @@ WAYS = {
     ]
     for strategy, world, mode in dict.fromkeys((c.strategy, c.world, c.mode) for c in CELLS)
 }
+# Each host both ways, and each strategy, in one recipe each.
 RESUMED = [
     pytest.param(
         *(Cell(strategy, (world, 1), package, mode) for world in (before, 6 - before)),
         id=f"{strategy}-{before}-to-{6 - before}-{package}-{mode}",
     )
-    for (strategy, package), (mode, before) in itertools.product(
-        RESHARDED, zip(MODES, (2, 4), strict=True)
+    for (strategy, package), mode, before in zip(
+        RESHARDED, (*MODES, *reversed(MODES)), (2, 4, 4, 2), strict=True
     )
 ]
 

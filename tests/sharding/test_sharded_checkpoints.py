@@ -43,6 +43,7 @@ WHOLE = [
 ]
 # How a whole state dict is made: flat or nested, on every rank or on the first.
 KINDS = {"nested": (False, False), "flat": (True, False), "offloaded": (False, True)}
+EACH_KIND = [*((WHOLE[0], kind) for kind in KINDS), *zip(WHOLE[1:], KINDS, strict=True)]
 
 
 def pattern(name, shape):
@@ -83,8 +84,9 @@ def gathered_and_loaded(case, kind):
             assert torch.equal(memory, expected), (name, from_first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", WHOLE, ids=Case.id)
+@pytest.mark.parametrize(
+    ("case", "kind"), EACH_KIND, ids=[f"{case.id()}-{kind}" for case, kind in EACH_KIND]
+)
 def test_a_whole_state_dict_has_every_bit_pattern_and_loads_again(ranks, case, kind):
     ranks(case.world, gathered_and_loaded, case, kind)
 

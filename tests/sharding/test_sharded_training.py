@@ -1,5 +1,7 @@
 """Training on several ranks, sharded in every way, ends with the bits of one process."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,31 +41,33 @@ WIDE_CASES = [
 SPLIT = [Case("tp", (3,), WIDE), Case("fsdp2-columns", (4,), WIDE)]
 # Each trains the first half of the steps, and the next one the others.
 WAYS = [("fsdp2", (4,)), ("fsdp2+tp", (2, 2)), ("hsdp", (2, 2)), ("tp", (4,))]
+# Around twice, and the recipes in turn.
 RESHARDED = [
     (Case(*before, sizes), Case(*after, sizes), recipe)
-    for recipe, sizes in ((RECIPES[0], EVEN), (RECIPES[1], EVEN), ("bytes", WIDE))
-    for before, after in zip(WAYS, WAYS[1:] + WAYS[:1], strict=True)
+    for before, after, (recipe, sizes) in zip(
+        WAYS * 2,
+        (WAYS[1:] + WAYS[:1]) * 2,
+        itertools.cycle([(RECIPES[0], EVEN), (RECIPES[1], EVEN), ("bytes", WIDE)]),
+        strict=False,
+    )
 ]
 
 
 def each_once():
     """A case, a recipe, whether the cast comes before sharding, and a backend.
 
-    Every pair of a case, a recipe and an order, but not the product: what is cast last is cast in
-    place, to the same tensors, and knows no more of the recipe.
+    The cases of a way take the recipes in turn, and the orders: how a tensor is cut says nothing of
+    how its numbers are stored, and what is cast last is cast in place, to the same tensors.
     """
     for number, case in enumerate((*CASES, *WIDE_CASES)):
-        for turn, recipe in enumerate(RECIPES if case in CASES else ("bytes",)):
-            if case.way in STRATEGIES:
-                backend = "cpu" if case.sizes == EVEN else "eager"
-                yield pytest.param(case, recipe, True, backend, id=case.id(recipe, backend))
-                continue
-            alike = case.way == "ddp" or 1 in case.mesh
-            if alike or recipe == "bytes" or (number + turn) % 2:
-                yield pytest.param(case, recipe, True, "eager", id=case.id(recipe, "eager"))
-            if not alike and (recipe == "bytes" or not (number + turn) % 2):
-                name = case.id(recipe, "cpu-cast-last")
-                yield pytest.param(case, recipe, False, "cpu", id=name)
+        recipe = RECIPES[number % 2] if case in CASES else "bytes"
+        if case.way in STRATEGIES:
+            backend = "cpu" if case.sizes == EVEN else "eager"
+            yield pytest.param(case, recipe, True, backend, id=case.id(recipe, backend))
+        elif case.way == "ddp" or 1 in case.mesh or number // 2 % 2:
+            yield pytest.param(case, recipe, True, "eager", id=case.id(recipe, "eager"))
+        else:
+            yield pytest.param(case, recipe, False, "cpu", id=case.id(recipe, "cpu-cast-last"))
 
 
 def trained(case, recipe, cast_first, backend):

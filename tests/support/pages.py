@@ -18,6 +18,7 @@ import doctest
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ _BLOCK = re.compile(
     re.M | re.S,
 )
 # Compiling takes longer than what a page shows, and many CPUs are slow at products in bf16.
-_QUICK = {"BF16_BACKEND": "eager", "BF16_COMPUTE": "fp32"}
+_QUICK = {"BF16_BACKEND": "eager", "TORCH_BF16_BACKEND": "eager", "BF16_COMPUTE": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,15 @@ def _has(need: str) -> bool:
 def _shell(command: str) -> str:
     """What a command prints; `python` is this one."""
     command = re.sub(r"^python\b", sys.executable, command, flags=re.M)
+    # `info` says what the environment asks for.
+    environment = {name: each for name, each in os.environ.items() if name not in _QUICK}
     done = subprocess.run(
-        ["bash", "-euc", command], capture_output=True, text=True, timeout=400, check=False
+        ["bash", "-euc", command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stdout}{done.stderr}")
