@@ -90,3 +90,27 @@ def test_optimizers_without_masters_and_those_that_are_gone_leave_nothing(recipe
     step(second, 1)
     rounded = torch_bf16.get_recipe("bf16-stochastic", vectors="like_matrices")
     step(torch_bf16.SGD(model.parameters(), lr=1e-6, recipe=rounded), 2)
+
+
+def test_masters_that_were_loaded_are_gone_on_from_before_any_step(recipe):
+    model, other = cast(recipe), cast(recipe)
+    trained = make(model, recipe)
+    step(trained, 0)
+    loaded = make(other, recipe)
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(trained.state_dict())
+    second = make(other, recipe)
+    assert all(map(torch.equal, exact(other, second), exact(model, trained)))
+
+
+def test_weights_that_were_loaded_after_masters_count(recipe):
+    model, other = cast(recipe), cast(recipe)
+    trained = make(model, recipe)
+    step(trained, 0)
+    loaded = make(other, recipe)
+    loaded.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.5)
+    second = make(other, recipe)
+    assert all(map(torch.equal, exact(other, second), [p.float() for p in other.parameters()]))

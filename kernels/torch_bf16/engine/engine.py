@@ -98,6 +98,8 @@ class Engine:
         plan: the plan of the last step.
         setting: the setting that the plan was made for.
         snapshots: versions, dtypes and shapes of parameters after the last step.
+        loaded: versions of parameters when their states were loaded. No snapshots: weights that are
+            loaded after them are those that the states were saved with.
         captured: plans that CUDA graphs refer to; kept alive for them.
         accumulation: how gradients are summed, if not by torch.
         release: release of gradients inside the backward pass.
@@ -201,6 +203,7 @@ class Engine:
         self.plan: Plan | None = None
         self.setting: Setting | None = None
         self.snapshots: dict[Tensor, Snapshot] = {}
+        self.loaded: dict[Tensor, int] = {}
         self._shown: tuple[int, ...] = ()
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 

@@ -38,11 +38,12 @@ def inherit(optimizer: BF16Optimizer) -> None:
     if not others:
         return
     parameters = [p for p in parameters_of(optimizer) if p.dtype == torch.bfloat16]
-    known = remainders.find_remainders(map(shard_of, parameters))
+    shards = [*map(shard_of, parameters)]
+    remainders.forget_written(shards)
+    known = remainders.find_remainders(shards)
     waiting = [p for p, each in zip(parameters, known, strict=True) if each is None]
     for other in others:
-        snapshots = other._engine.snapshots
-        masters = {p: _master(optimizer, other, p) for p in waiting if p in snapshots}
+        masters = {p: _master(optimizer, other, p) for p in waiting}
         found = {p: master for p, master in masters.items() if master is not None}
         remainders.remember_masters(found, other._engine.model())
 
@@ -54,9 +55,11 @@ def _master(
 
     Also the dtype of the plane that ``optimizer`` will keep beside the weight.
     """
-    shard = shard_of(parameter)
+    shard, engine = shard_of(parameter), other._engine
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
-    if len(format_.planes) == 1 or other._engine.snapshots[parameter].version != shard.version():
+    snapshot = engine.snapshots.get(parameter)
+    version = engine.loaded.get(parameter) if snapshot is None else snapshot.version
+    if len(format_.planes) == 1 or version != shard.version():
         return None
     has_one = not MASTERS.isdisjoint(dict.get(other.state, parameter, {}))
     return (local(other.exact_weight(parameter)), format_.planes[1].dtype) if has_one else None

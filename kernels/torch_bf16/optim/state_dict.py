@@ -155,6 +155,7 @@ def load(
         dict.update(optimizer.state, loaded)
         set_seen(optimizer.state, was_seen)
         optimizer._engine.invalidate()
+        optimizer._engine.loaded = {each: shard_of(each).version() for each in loaded}
         optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         if (header or {}).get(schema.WRITTEN):
             _watch(optimizer, loaded)
