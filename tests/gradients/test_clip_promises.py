@@ -139,6 +139,18 @@ def test_a_gradient_that_stays_keeps_the_promise():
     assert_moved(parameters[1:], 0.25)
 
 
+def test_a_load_between_clip_and_step_keeps_the_promise_and_counts_skipped_steps_anew():
+    parameters, optimizer = run()
+    optimizer.skip_next_step_where(torch.tensor(1.0))
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.skipped_steps == 0
+    optimizer.step()
+    assert_moved(parameters, 0.25)
+
+
 def test_gradients_of_a_part_are_scaled_in_place_with_nothing_left_to_warn_of(recwarn):
     parameters, optimizer = run()
     norm = torch_bf16.clip_next_step(optimizer, 1.0, parameters=parameters[0])

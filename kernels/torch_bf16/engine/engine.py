@@ -135,6 +135,7 @@ class Engine:
         self.blended_steps: list[int] = []
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _no_model
+        self.pending = Pending()
         self.invalidate()
         with _lock:
             _engines.add(self)
@@ -198,8 +199,11 @@ class Engine:
             )
 
     def invalidate(self) -> None:
-        """Drop everything that was derived from the tensors of the last step."""
-        self.pending = Pending()
+        """Drop everything that was derived from the tensors of the last step.
+
+        Requests to the next step stay: they are of gradients.
+        """
+        self.pending.forget_skipped()
         self.plan: Plan | None = None
         self.setting: Setting | None = None
         self.snapshots: dict[Tensor, Snapshot] = {}

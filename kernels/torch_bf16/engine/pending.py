@@ -137,6 +137,10 @@ class Pending:
             skip = ((skip != 0) | (of_scaler.reshape(()) != 0)).float()
         return StepInputs(self.coefficient, grad_scale, found_inf if skip is None else skip)
 
+    def forget_skipped(self) -> None:
+        """Count skipped steps from 0."""
+        self._skipped = {}
+
     def get_ready(self, devices: Iterable[torch.device]) -> None:
         """Allocate the counters of skipped steps now; a CUDA graph must not record this."""
         for device in devices:
