@@ -11,6 +11,7 @@ belong to no module, are found among all objects of the process.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterator
 from itertools import chain
@@ -37,6 +38,8 @@ _WINDOWS = {8: (16, 64), 1000: (32, 128), 10_000: (32, 128), 100_000: (32, 128)}
 # averages after a cast.
 _SAMPLED, _SEARCHES = 4, 2
 
+# Threads may train models of their own.
+_lock = threading.RLock()
 _steps = 0
 # The step with which the present window begins, or the next one; None after the last.
 _begin: int | None = None
@@ -51,8 +54,9 @@ _weights: list[WatchedWeight] = []
 def watch_blends() -> None:
     """Watch what is cast from now on, and copies of it; see :func:`look`."""
     global _warned, _searches
-    _warned, _searches = False, _SEARCHES
-    _begin_anew()
+    with _lock:
+        _warned, _searches = False, _SEARCHES
+        _begin_anew()
     _DEEPCOPY.apply()
 
 
@@ -67,16 +71,26 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         optimizer: the one that steps. If it releases gradients, its weights have moved already, so
             only that it trains them is noted.
     """
-    global _steps, _begin, _warned, _searches
     if _begin is None:
         return
+    with _lock:
+        lossy = _find_lossy(optimizer)
+    if lossy is not None:
+        lossy.warn(stacklevel=3)
+
+
+def _find_lossy(optimizer: torch.optim.Optimizer) -> WatchedWeight | None:
+    """Count a step, and do what is to be done at it: the weight to warn of, if one was found."""
+    global _steps, _begin, _warned, _searches
+    if _begin is None:
+        return None
     # Before a window begins, too: what another optimizer trains is no average.
     _optimizers.add(optimizer)
     if optimizer._engine.release is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        return
+        return None
     _steps += 1
     if _steps < _begin:
-        return
+        return None
     written_within, length = _WINDOWS[_begin]
     if _steps == _begin:
         _weights.extend(_untrained())
@@ -102,32 +116,35 @@ def look(optimizer: torch.optim.Optimizer) -> None:
             if each.loses_writes(_trained):
                 _end()
                 _warned = True
-                each.warn(stacklevel=3)
-                return
+                return each
         _weights[:] = [each for each in _weights if not each.is_harmless]
     if _steps == _begin + length:
         _weights.clear()
         _begin = next((each for each in _WINDOWS if each > _steps), None)
         if _begin is None:
             _end()
+    return None
 
 
 def exempt(module: nn.Module) -> None:
     """Do not watch a module: an average that rounds stochastically or has a warning of its own."""
-    if _copies or _weights:
-        parameters = [*module.parameters()]
+    if not (_copies or _weights):
+        return
+    parameters = [*module.parameters()]
+    exempted = {*map(id, parameters)}
+    with _lock:
         for each in parameters:
             _copies.pop(each, None)
-        exempted = {*map(id, parameters)}
         _weights[:] = [each for each in _weights if id(each.get()) not in exempted]
 
 
 def leave_copies() -> None:
     """Watch only what is in cast models: another warning has named an average of one."""
     global _warned, _searches
-    _warned, _searches = True, 0
-    _copies.clear()
-    _weights[:] = [each for each in _weights if each.kind not in ("copy", "loose")]
+    with _lock:
+        _warned, _searches = True, 0
+        _copies.clear()
+        _weights[:] = [each for each in _weights if each.kind not in ("copy", "loose")]
 
 
 def _begin_anew() -> None:
@@ -138,9 +155,10 @@ def _begin_anew() -> None:
 
 def _end() -> None:
     global _begin
-    _begin = None
-    _weights.clear()
-    _copies.clear()
+    with _lock:
+        _begin = None
+        _weights.clear()
+        _copies.clear()
 
 
 def _noting(original: Any) -> Any:
@@ -148,8 +166,9 @@ def _noting(original: Any) -> Any:
         is_new = id(self) not in memo
         copy = original(self, memo)
         if is_new and not (_swaps() or _warned) and is_comparable(copy):
-            _copies[copy] = id(self)
-            _begin_anew()
+            with _lock:
+                _copies[copy] = id(self)
+                _begin_anew()
         return copy
 
     return deepcopy
@@ -188,7 +207,8 @@ def _never_trained(trained: Container[int]) -> Iterator[tuple[int, str]]:
 
 def _trained() -> Iterator[Tensor]:
     """The parameters that optimizers of ours have stepped; a target may be in their groups, too."""
-    keys = chain.from_iterable(dict.keys(each.state) for each in _optimizers)
+    # Lists, because another thread may step one of them meanwhile.
+    keys = chain.from_iterable(list(dict.keys(each.state)) for each in list(_optimizers))
     return (each for each in keys if isinstance(each, Tensor))
 
 

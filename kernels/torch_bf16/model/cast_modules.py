@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class _Cast(NamedTuple):
 # By module: torch does not convert a sharded parameter that has a weak reference. By identity:
 # modules of tensordict compare element by element.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_lock = threading.Lock()
 
 
 def note(
@@ -70,7 +72,7 @@ def note(
         before = _known.get(sub) or _Cast()
         cast = {key for key, each in own.items() if each in to_bf16}
         stored = cast or any(each in in_bf16 for each in own.values())
-        _known[sub] = _Cast(
+        known = _Cast(
             # A part may be cast on its own, before or after the model around it.
             max(name, before.name, key=len),
             recipe if cast else before.cast_by,
@@ -78,6 +80,13 @@ def note(
             before.cast | cast,
             before.kept | {key for key, each in own.items() if each in asked},
         )
+        with _lock:
+            _known[sub] = known
+
+
+def _all() -> list[tuple[nn.Module, _Cast]]:
+    with _lock:
+        return [*_known.items()]
 
 
 def is_of_cast_model(module: nn.Module) -> bool:
@@ -122,7 +131,7 @@ def cast_recipes(model: nn.Module) -> Iterator[Recipe]:
 
 def bf16_weights() -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """All bf16 weights of cast models: name in the model, owning module, name there, and weight."""
-    for sub, cast in list(_known.items()):
+    for sub, cast in _all():
         for name, p in sub.named_parameters(recurse=False):
             if p.dtype == torch.bfloat16:
                 yield f"{cast.name}.{name}".removeprefix("."), sub, name, p
@@ -130,7 +139,7 @@ def bf16_weights() -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
 
 def cast_models() -> Iterator[nn.Module]:
     """The outermost models that were cast."""
-    return (sub for sub, cast in list(_known.items()) if not cast.name)
+    return (sub for sub, cast in _all() if not cast.name)
 
 
 def recast_weights() -> Iterator[nn.Parameter]:
@@ -144,7 +153,7 @@ def kept_weights() -> Iterator[nn.Parameter]:
 
 
 def _fp32_weights(names: Callable[[_Cast], Container[str]]) -> Iterator[nn.Parameter]:
-    for sub, known in list(_known.items()):
+    for sub, known in _all():
         for name, p in sub.named_parameters(recurse=False):
             if p.dtype == torch.float32 and name in names(known):
                 yield p

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.living import instances_of
+
 from .cast_modules import bf16_weights
 from .watched_weight import WatchedWeight, bits_of, is_plain, is_readable
 
@@ -57,7 +59,7 @@ def _close(
     if not alike:
         return
     taken = {each.data_ptr() for each in _tensors_of(optimizers)}
-    tensors: list[Any] = [each for each in gc.get_objects() if type(each) is Tensor]
+    tensors = instances_of(Tensor, or_of_subclasses=False)
     found: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
     for each in filter(is_readable, tensors):
         place = each.shape, each.device
@@ -101,9 +103,10 @@ def _held(holder: Any, key: Any) -> Tensor | None:
 def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:
     """What moves like a weight, and is no average: weights, their gradients and states."""
     for optimizer in optimizers:
-        for parameter, states in dict.items(optimizer.state):
+        # Lists, because another thread may step one of them meanwhile.
+        for parameter, states in list(dict.items(optimizer.state)):
             # Optimizers of other libraries also keep single values, under keys of their own.
-            values = states.values() if isinstance(states, dict) else (states,)
+            values = list(states.values()) if isinstance(states, dict) else [states]
             for each in (parameter, getattr(parameter, "grad", None), *values):
                 if isinstance(each, Tensor) and is_plain(each):
                     yield each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = ["FOR_OTHERS", "warn_unconverted"]
 FOR_OTHERS = "_bf16_for_others"
 """Marks hooks on all optimizers that do nothing at steps of our optimizers."""
 
+_lock = threading.Lock()
 _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
 _ADVICE_FOR_LBFGS = (
     "LBFGS cannot be converted. Take the fp32 weights before its first step: exact = torch_bf16."
@@ -77,13 +79,15 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             )
 
     setattr(before_step, FOR_OTHERS, True)
-    # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
-    for old_model, handle in _hooks[:]:
-        if (watched := old_model()) is None or watched is model:
-            handle.remove()
-            _hooks.remove((old_model, handle))
-    _hooks.append((reference, register_optimizer_step_pre_hook(before_step)))
-    return _hooks[-1][1]
+    registered = register_optimizer_step_pre_hook(before_step)
+    with _lock:
+        # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
+        for old_model, handle in _hooks[:]:
+            if (watched := old_model()) is None or watched is model:
+                handle.remove()
+                _hooks.remove((old_model, handle))
+        _hooks.append((reference, registered))
+    return registered
 
 
 def _level_of_program() -> int:

@@ -7,7 +7,6 @@ dtype of bf16 weights as they load them. So these methods of a wrapper use those
 
 from __future__ import annotations
 
-import gc
 import sys
 from operator import is_
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from torch_bf16.engine.states import States
 from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.living import instances_of
 from torch_bf16.states.schema import HEADER
 from torch_bf16.torch_patches import Replacement
 
@@ -41,10 +41,9 @@ def pass_on(attributes: dict[str, Any], states: States) -> None:
     # A search among all objects takes a while, so only if something else holds them.
     if before is None or sys.getrefcount(before) <= sys.getrefcount(unshared):
         return
-    for each in gc.get_objects():
-        if issubclass(type(each), _Optimizer):
-            for name in [name for name, value in vars(each).items() if value is before]:
-                setattr(each, name, states)
+    for each in instances_of(_Optimizer):
+        for name in [name for name, value in vars(each).items() if value is before]:
+            setattr(each, name, states)
 
 
 def _owner(sharer: Any) -> Any | None:

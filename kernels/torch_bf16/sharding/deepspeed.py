@@ -9,7 +9,6 @@ is wrong with round-robin gradients. Private parts of DeepSpeed are named here a
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_bf16.living import instances_of
 from torch_bf16.parameters import parameters_of
 
 from .names import bare_name
@@ -160,8 +160,7 @@ def is_flat(parameter: Tensor) -> bool:
     # The tensor does not know its optimizer. This slow search is rarely needed but for an error.
     return base is not None and any(
         parameter is each
-        for zero in gc.get_objects()
-        if issubclass(type(zero), base.DeepSpeedOptimizer)
+        for zero in instances_of(base.DeepSpeedOptimizer)
         for each in parameters_of(zero.optimizer)
     )
 

@@ -9,7 +9,6 @@ only file that names their private parts.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_bf16.living import instances_of
 
 from .exchange import exchange
 from .shard import Shard
@@ -63,9 +64,8 @@ class Fsdp1Shard(Shard):
         if handle is None:
             # A parameter does not know its handle. Once per model: this checks all live objects.
             private: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
-            for each in gc.get_objects() if private else ():
-                if type(each) is private.FlatParamHandle:
-                    _note(each)
+            for each in instances_of(private.FlatParamHandle) if private else ():
+                _note(each)
             handle = _known(self.parameter)
         if handle is None:
             raise LookupError(
