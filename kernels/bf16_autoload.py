@@ -297,9 +297,11 @@ def _patch_once_executed(spec: ModuleSpec) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            # All modules of a zip file have one loader.
+            awaited = module.__name__ == spec.name and vars(loader).pop("exec_module", None)
             execute(module)
-            _patch(module)
+            if awaited:
+                _patch(module)
 
         loader.exec_module = exec_module
     except Exception as error:
@@ -373,10 +375,9 @@ def _switched_off(asked: str, host: str, instead: str) -> str:
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        current = str(self.mixed_precision)
-        asked, instead = "", current
-        if resembles_a_mode(current):
-            asked, instead = f"mixed_precision={current!r}", "fp32"
+        asked, instead = "", str(self.mixed_precision)
+        if resembles_a_mode(instead):
+            asked, instead = f"mixed_precision={instead!r}", "fp32"
         elif mode := _overriding_mode():
             asked = f"BF16_MODE={mode}"
         if asked and "accelerate_bf16" not in sys.modules:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import types
 import warnings
+import zipfile
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -58,6 +60,20 @@ def test_loader_source_and_reload_stay_normal(hosts):
     assert inspect.getsource(module.known) == "def known():\n    return MODES\n"
     assert importlib.reload(module).MODES == ["fp32", "bf16"]
     assert hosts.calls == ["some_host.modes"] * 2
+
+
+def test_modules_of_a_zip_file_share_a_loader(hosts, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "hosts.zip", "w") as file:
+        for source in (tmp_path / "some_host").iterdir():
+            file.write(source, f"some_host/{source.name}")
+            source.unlink()
+    (tmp_path / "some_host").rmdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "hosts.zip"))
+    bf16_autoload.autoload()
+    importlib.util.find_spec("some_host.modes")
+    assert importlib.import_module("some_host.user").SEEN == ["fp32", "bf16"]
+    assert hosts.calls == ["some_host.modes"]
+    assert "exec_module" not in vars(sys.modules["some_host.modes"].__spec__.loader)
 
 
 def test_a_module_that_is_imported_already_is_patched_at_once(hosts):
