@@ -139,6 +139,31 @@ def test_a_gradient_that_stays_keeps_the_promise():
     assert_moved(parameters[1:], 0.25)
 
 
+@pytest.mark.parametrize("clips", [1, 2])
+def test_gradients_that_come_after_a_clip_are_not_scaled_by_it(clips):
+    parameters, optimizer = run()
+    parameters[1].grad = None
+    for _ in range(clips):  # the second is of what the first has left
+        torch_bf16.clip_next_step(optimizer, 1.0)
+    give(parameters[1:], 3.0)
+    optimizer.step()
+    assert_moved(parameters[:1], 8**-0.5)
+    assert_moved(parameters[1:], 3.0)
+
+
+def test_each_gradient_may_be_clipped_as_it_comes():
+    parameters, optimizer = run()
+    first, second = parameters
+    second.grad = None
+    torch_bf16.clip_next_step(optimizer, 1.0, parameters=first)
+    give([second], 3.0)
+    norm = torch_bf16.clip_next_step(optimizer, 2.0, parameters=second)
+    torch.testing.assert_close(norm, torch.tensor(3 * 8**0.5))
+    optimizer.step()
+    assert_moved([first], 8**-0.5)
+    assert_moved([second], 2 * 8**-0.5)
+
+
 def test_a_load_between_clip_and_step_keeps_the_promise_and_counts_skipped_steps_anew():
     parameters, optimizer = run()
     optimizer.skip_next_step_where(torch.tensor(1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import isfinite
 from numbers import Real
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
-from torch_bf16.sharding import all_same, gradients_of, version_of, versions_of
+from torch_bf16.sharding import all_same, gradients_of, local, version_of, versions_of
 
-__all__ = ["Pending", "check_capturable"]
+__all__ = ["Pending", "check_capturable", "scale_in_place"]
 
 
 _OF_SCALER = "grad_scale", "found_inf"
@@ -28,11 +29,11 @@ class _Clipped:
         self._references = [*map(weakref.ref, gradients)]
         self._versions = versions_of(gradients)
 
-    def is_stale(self, gradients: Sequence[Tensor]) -> bool:
-        """Check whether all of them have been replaced, or any that is left has been written."""
+    def left(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of them that are among these; none if all are gone, or one has been written."""
         known: list[Any] = [reference() for reference in self._references]
         if all_same(gradients, known):
-            return versions_of(gradients) != self._versions
+            return gradients if versions_of(gradients) == self._versions else []
         for each in known:
             # A tensor that only C++ has kept alive must learn that Python refers to it again.
             if each is not None:
@@ -40,7 +41,8 @@ class _Clipped:
         present = {id(each) for each in gradients}
         pairs = zip(known, self._versions, strict=True)
         left = [(each, version) for each, version in pairs if id(each) in present]
-        return not left or any(version_of(each) != version for each, version in left)
+        written = any(version_of(each) != version for each, version in left)
+        return [] if written else [each for each, _ in left]
 
 
 class Pending:
@@ -90,11 +92,22 @@ class Pending:
         """Whether the requests are for other gradients than these parameters have now."""
         if self._clipped is None:
             return False
-        return self._clipped.is_stale([g for g in gradients_of(parameters) if g is not None])
+        return not self._clipped.left(_gradients(parameters))
 
-    def drop_if_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Cancel requests for other gradients than these parameters have now, with a warning."""
-        if self.is_stale(parameters):
+    def settle(self, parameters: Iterable[Tensor]) -> None:
+        """Cancel requests for other gradients than these parameters have now, with a warning.
+
+        If there are others beside those that were clipped, these are scaled in place: the step
+        scales what it reads, and the others were not clipped.
+        """
+        if self._clipped is None:
+            return
+        gradients = _gradients(parameters)
+        left = self._clipped.left(gradients)
+        if left and len(left) < len(gradients):
+            scale_in_place(left, self.coefficient)
+            self.forget_coefficient()
+        if not left:
             self.reset()
             warnings.warn(
                 "gradients were clipped and then replaced or written before a step read them, for "
@@ -125,7 +138,7 @@ class Pending:
             optimizer: the optimizer that steps; ``GradScaler`` sets attributes of it.
             parameters: all that may have a gradient.
         """
-        self.drop_if_stale(parameters)
+        self.settle(parameters)
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         skip = self._found_inf
         if skip is not None and skip.dtype != torch.float32:
@@ -160,6 +173,25 @@ class Pending:
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""
         return sum(int(each) for each in self._skipped.values())
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [each for each in gradients_of(parameters) if each is not None]
+
+
+@torch.no_grad()
+def scale_in_place(gradients: Iterable[Tensor], coefficient: float | Tensor) -> None:
+    """Multiply gradients by a number, in one pass for each device."""
+    if not isinstance(coefficient, Tensor) and coefficient == 1.0:
+        return
+    on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in map(local, gradients):
+        # torch writes no lists of lazy conjugates; a real factor acts on both numbers alike.
+        on_device[gradient.device].append(gradient.conj() if gradient.is_conj() else gradient)
+    for device, each in on_device.items():
+        tensor = isinstance(coefficient, Tensor)
+        factor = coefficient.to(device).reshape(()) if tensor else float(coefficient)
+        torch._foreach_mul_(each, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: str | None) -> None:

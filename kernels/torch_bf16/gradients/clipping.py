@@ -7,7 +7,7 @@ as it reads.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
-from torch_bf16.engine.pending import Pending
+from torch_bf16.engine.pending import Pending, scale_in_place
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import with_article
 from torch_bf16.parameters import parameters_of
-from torch_bf16.sharding import gradients_of, local
+from torch_bf16.sharding import gradients_of
 
 from .hooked_parameters import released
 from .norm import clip_coefficient, norm_over_ranks, norms_of
@@ -171,8 +171,9 @@ def clip_next_step(
     multiplies gradients as it reads them, and ``.grad`` stays as it is; if ``.grad`` is replaced or
     written before the step, the step warns and scales nothing. Other gradients are scaled in place:
     those of only some of an optimizer's parameters, of parameters that several optimizers own, and
-    of another library's optimizers. Scaling that ``scale_next_step`` or an earlier clip since the
-    last backward pass has requested counts as done.
+    of another library's optimizers. So are those that were clipped if others come before the step.
+    Scaling that ``scale_next_step`` or an earlier clip since the last backward pass has requested
+    counts as done.
 
     Args:
         optimizers: one or several.
@@ -217,6 +218,7 @@ def clip_next_step(
         # An earlier clip was for older gradients, such as those before another backward().
         if pending.is_stale(owned[optimizer]):
             pending.reset()
+        pending.settle(owned[optimizer])
     coefficients = [(owned[each], pending.coefficient) for each, pending in pending_of_each.items()]
     norm = _norm_as_scaled(clipped, coefficients)
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
@@ -267,9 +269,8 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
         # Of gradients that are gone, the step warns.
         if pending.is_stale(parameters):
             continue
-        coefficient = pending.coefficient
-        if isinstance(coefficient, Tensor) or coefficient != 1.0:
-            _scale(parameters, coefficient)
+        pending.settle(parameters)
+        _scale(parameters, pending.coefficient)
         pending.forget_coefficient()
 
 
@@ -295,19 +296,8 @@ def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     return {key: gradient for key, gradient in pairs if gradient is not None}
 
 
-@torch.no_grad()
 def _scale(parameters: Iterable[Tensor], coefficient: float | Tensor) -> None:
-    on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = local(parameter.grad)
-            # torch writes no lists of lazy conjugates; a real factor acts on both numbers alike.
-            gradient = gradient.conj() if gradient.is_conj() else gradient
-            on_device[gradient.device].append(gradient)
-    for device, gradients in on_device.items():
-        tensor = isinstance(coefficient, Tensor)
-        factor = coefficient.to(device).reshape(()) if tensor else float(coefficient)
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    scale_in_place((p.grad for p in parameters if p.grad is not None), coefficient)
 
 
 def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
