@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -63,8 +64,7 @@ def fp32_weights(
             "optimizer). Nothing was written"
         )
     states = {key: states[name] for name, key in key_of.items()}
-    # A tied weight has a state under one of its names only.
-    same = {_place(model[n]): state for n, state in states.items()}
+    states |= _of_tied(model, states)
     weights, exact = {}, 0
     for name, each in model.items():
         value = _whole(each)
@@ -72,7 +72,7 @@ def fp32_weights(
             continue
         masters = {}
         if value.dtype == torch.bfloat16:
-            masters = _masters(states.get(name) or same.get(_place(each), {}))
+            masters = _masters(states.get(name, {}))
         if masters:
             format_ = stored_format(masters, "")
             if format_ is None or any(each.shape != value.shape for each in masters.values()):
@@ -110,12 +110,50 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, SavedTensor) else value
 
 
+def _of_tied(
+    model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """The states of tied weights, which have one under one of their names only, by the others.
+
+    Weights are tied if they were one tensor when they were saved. Many formats do not say so: a
+    weight without a state that has the shape and the bits of one with a state is taken for it.
+    """
+    known = {_place(model[name]): state for name, state in states.items()}
+    other = {name: each for name, each in model.items() if name not in states}
+    found = {name: known[_place(each)] for name, each in other.items() if _place(each) in known}
+    left = {name: each for name, each in other.items() if name not in found and _is_bf16(each)}
+    shapes = {tuple(each.shape) for each in left.values()}
+    # Under the same bits there are the same masters, or it is not known whose they are.
+    by_bits: dict[Any, Mapping[str, Any] | None] = {}
+    for name, state in states.items():
+        if _is_bf16(model[name]) and tuple(model[name].shape) in shapes:
+            bits = _bits(model[name])
+            by_bits[bits] = None if bits in by_bits or not bits[1] else state
+    shapes = {shape for shape, _ in by_bits}
+    for name, each in left.items():
+        if tuple(each.shape) in shapes and (state := by_bits.get(_bits(each))) is not None:
+            found[name] = state
+    return found
+
+
 def _place(weight: Any) -> Any:
     """A key that tied weights share; a view of a part, or an empty tensor, has another shape."""
     if isinstance(weight, SavedTensor):
         return weight.tied or id(weight)
     memory = local(weight)
     return memory.data_ptr(), memory.shape, memory.stride()
+
+
+def _is_bf16(weight: Any) -> bool:
+    return getattr(weight, "dtype", None) == torch.bfloat16
+
+
+def _bits(weight: Any) -> tuple[tuple[int, ...], bytes]:
+    """The shape, and a key that weights with the same bits share."""
+    memory = local(_whole(weight)).detach().contiguous().cpu().view(torch.int16)
+    # Equal numbers all over, as norms begin with, say nothing about whose they are.
+    one = not memory.numel() or bool((memory == memory.view(-1)[0]).all())
+    return tuple(weight.shape), b"" if one else hashlib.blake2b(memory.numpy().data).digest()
 
 
 def export_file(
