@@ -11,8 +11,8 @@ from .errors import check_torch
 
 check_torch()
 
-from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
 from .checkpoints.files import load_checkpoint, save_checkpoint
+from .checkpoints.state_dicts import fp32_optimizer_state_dict, fp32_state_dict
 from .engine.wrappers import held_optimizers
 from .environment import (
     mode_from_environment,

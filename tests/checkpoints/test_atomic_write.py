@@ -88,3 +88,15 @@ def test_after_an_error_the_old_file_is_there_and_no_other(path, tmp_path):
         write(path, between=interrupt)
     assert path.read_text() == "before"
     assert not (tmp_path / f".{path.name}.partial").exists() or path.suffix == ".safetensors"
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(os.mkfifo, "a device or a pipe, which the file would"), (os.mkdir, "a folder")],
+)
+def test_what_is_no_file_is_not_replaced_by_one(make, kind, path, tmp_path):
+    make(path)
+    with pytest.raises(CheckpointError, match=rf"{path.name} is {kind}.*Nothing was written"):
+        write(path)
+    assert not path.is_file()
+    assert os.listdir(tmp_path) == [path.name]

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torch_bf16
 from torch_bf16.checkpoints.export import export_file
 from torch_bf16.checkpoints.reader import open_checkpoint
 from torch_bf16.errors import CheckpointError
@@ -41,6 +42,28 @@ def test_a_folder_that_replaces_another_is_read_as_it_lies(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
         dcp.save({"weight": weight}, checkpoint_id=folder)
         assert torch.equal(open_checkpoint(folder).tensors["weight"].whole(), weight)
+
+
+@pytest.mark.parametrize("part", [b"", b"weight"], ids=["first byte", "name"])
+def test_a_small_object_that_is_damaged_is_not_taken_for_none(part, tmp_path):
+    """Those with the names of an optimizer's parameters, whose masters would belong to nothing."""
+    model = torch_bf16.cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
+    optimizer = torch_bf16.AdamW(model.named_parameters(), recipe="bf16-fp32-master")
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    groups = [{"params": ["weight", "bias"]}]
+    states = {"state": {"weight": optimizer.state[model.weight]}, "param_groups": groups}
+    content, folder = {"model": model.state_dict(), "optim": states}, tmp_path / "run"
+    dcp.save(content, checkpoint_id=folder)
+    places = dcp.FileSystemReader(folder).read_metadata().storage_data
+    (place,) = (each for index, each in places.items() if "param_groups" in index.fqn)
+    file = folder / place.relative_path
+    damaged = bytearray(file.read_bytes())
+    damaged[damaged.index(part, place.offset)] ^= 0x40
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"is damaged at byte .* where optim.param_groups"):
+        export_file(folder, tmp_path / "out.pt")
+    assert open_checkpoint(folder).optimizers[0].names() == {"weight": "weight"}
 
 
 def test_a_flipped_byte_in_a_folder_is_not_exported(tmp_path):

@@ -158,6 +158,25 @@ def test_tied_weights_are_written_to_safetensors_under_each_name(tmp_path):
     assert torch.equal(read["row"], whole[1:])
 
 
+def test_a_weight_with_the_bits_of_two_has_the_master_of_neither(tmp_path):
+    """Nor one of the same number all over, as many norms have."""
+    model = torch.nn.ModuleDict({name: torch.nn.LayerNorm(4, bias=False) for name in "abc"})
+    model.update({name: torch.nn.Linear(4, 4, bias=False) for name in "de"})
+    model["e"].weight.data.copy_(model["d"].weight)
+    trained = [model[name].weight for name in "abde"]
+    optimizer = torch.optim.SGD([(f"{name}.weight", model[name].weight) for name in "abde"], 2**-12)
+    torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    for each in trained:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    weights["f.weight"] = weights["d.weight"].clone()
+    torch_bf16.save_checkpoint(tmp_path / "run.pt", model=weights, optimizer=optimizer)
+    assert "6 tensors, 4 of them from exact masters" in export_file(
+        tmp_path / "run.pt", tmp_path / "out.pt"
+    )
+
+
 def parted():
     """A model whose two halves have an optimizer each, with exact masters after a step."""
     torch.manual_seed(0)

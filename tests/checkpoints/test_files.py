@@ -228,6 +228,38 @@ def test_a_part_of_another_kind_leaves_the_model_alone(kind, run, tmp_path):
     assert faults.digest(model, optimizer) == before
 
 
+ODD_VALUES = {
+    "a number": ("gain", 2.0, "a float"),
+    "complex": ("weight", torch.zeros(4, 4) + 1j, "a tensor of torch.complex64"),
+    "a fraction": ("count", torch.tensor(5.7), "a tensor of torch.float32"),
+    "sparse": ("weight", torch.zeros(4, 4).to_sparse(), "a tensor of torch.float32, sparse_coo"),
+    "meta": (
+        "weight",
+        torch.zeros(4, 4, device="meta"),
+        "a tensor of torch.float32, strided on the meta",
+    ),
+}
+
+
+# torch 2.11 warns whenever it reads a sparse tensor.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize(("name", "value", "told"), ODD_VALUES.values(), ids=list(ODD_VALUES))
+def test_a_value_that_a_tensor_cannot_take_leaves_the_model_alone(name, value, told, tmp_path):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(4, 4))
+    model.gain = torch.nn.Parameter(torch.ones(()))
+    model.register_buffer("count", torch.tensor(3))
+    saved = {"weight": torch.zeros(4, 4), "gain": torch.tensor(2.0), "count": torch.tensor(5)}
+    torch.save({"model": saved | {name: value}}, tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=rf"has {told}.* for '{name}', and the model's own"):
+        load_checkpoint(tmp_path / "run.pt", model=model)
+    assert (model.weight == 1).all()
+    assert (model.gain, model.count) == (1, 3)
+    torch.save({"model": saved | {"gain": torch.tensor(2)}}, tmp_path / "run.pt")
+    load_checkpoint(tmp_path / "run.pt", model=model)
+    assert (model.gain, model.count) == (2, 5)
+
+
 class Around:
     """A host's wrapper, which hands the state dict on."""
 

@@ -150,6 +150,16 @@ def test_swapping_keeps_the_weights_and_their_exact_masters():
     assert all(map(torch.equal, train(True), train(False)))
 
 
+@pytest.mark.parametrize("format", ["fp32", "bf16_stochastic", None])
+def test_a_forward_pass_that_writes_a_weight_leaves_its_average_alone(format):
+    source = torch_bf16.cast_model(nn.Embedding(8, 4, max_norm=0.1))
+    ema = EMA(source, format=format)
+    before = ema.module.weight.clone()
+    with ema.swapped(source), torch.no_grad():
+        source(torch.arange(8))
+    assert torch.equal(ema.module.weight, before)
+
+
 def test_weights_come_back_after_an_error():
     source = model()
     ema = EMA(source, backend="eager")
@@ -169,6 +179,17 @@ def test_buffers_are_copied_and_torchs_update_bn_works():
     assert ema.module[1].num_batches_tracked == 1
     update_bn([torch.randn(8, 3)], ema)
     assert not torch.equal(ema.module[1].running_mean, source[1].running_mean)
+
+
+def test_a_buffer_that_has_grown_is_copied():
+    source = nn.Linear(3, 3)
+    source.register_buffer("cache", torch.zeros(2))
+    ema = EMA(source, 0.5)
+    source.cache = torch.ones(4, 2)
+    for _ in range(2):
+        ema.update_parameters(source)
+    assert torch.equal(ema.module.cache, source.cache)
+    assert ema.module.cache.data_ptr() != source.cache.data_ptr()
 
 
 @pytest.mark.parametrize("make", ["ema", "swa_utils"])

@@ -285,3 +285,26 @@ def test_nothing_is_kept_of_tied_weights_after_the_first_step():
     model.head.weight.grad = torch.ones_like(model.head.weight)
     optimizer.step()
     assert not any(each in remainders._by_owner for each in model.modules())
+
+
+HOOKED = {
+    "renamed": lambda given: given,
+    "permuted": lambda given: given.flip(0),
+    "scaled": lambda given: given * 3,
+}
+
+
+@pytest.mark.parametrize("change", HOOKED.values(), ids=list(HOOKED))
+def test_weights_that_the_module_s_own_hook_changes_as_they_are_loaded_are_exact(change):
+    net, given = nn.Linear(8, 16), torch.randn(16, 8)
+    optimizer = prepared(net, RECIPES["remainder"])
+
+    def hook(module, state_dict, prefix, *_args):
+        state_dict[prefix + "weight"] = change(state_dict.pop(prefix + "old"))
+
+    net.register_load_state_dict_pre_hook(hook)
+    hooks = dict(net._load_state_dict_pre_hooks)
+    for _ in range(2):
+        net.load_state_dict({"old": given, "bias": torch.zeros(16)})
+        assert torch.equal(optimizer.exact_weight(net.weight), change(given))
+    assert net._load_state_dict_pre_hooks == hooks

@@ -161,29 +161,61 @@ def test_what_was_put_there_before_the_first_step_is_what_it_starts_from(recipe)
     assert torch.allclose(optimizer.exact_weight(model.bias), value, atol=2**-15)
 
 
-def test_parameters_that_no_optimizer_has_are_themselves():
-    model, optimizer = make("bf16-fp32-master")
+def partly_frozen():
+    """A module of which the optimizer lacks the frozen bias, whose cast has dropped bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model.bias.requires_grad_(False)
+    exact = model.bias.detach().clone()
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    return model, optimizer, exact
+
+
+def test_parameters_that_no_optimizer_has_are_copied_and_written_back_if_they_changed():
+    model, optimizer, exact = partly_frozen()
     model.extra = nn.Parameter(torch.ones(3))
+    version = model.bias._version
     with torch_bf16.exact_weights(model, optimizer) as weights:
+        assert torch.equal(weights["bias"], exact)
         weights["extra"].mul_(2)
+        assert torch.equal(model.extra, torch.ones(3))
     assert torch.equal(model.extra, torch.full((3,), 2.0))
+    assert model.bias._version == version
     with torch_bf16.exact_weights(model, optimizer) as weights:
+        assert torch.equal(weights["bias"], exact)
+        weights["bias"] = exact * 3
         weights["extra"] = torch.zeros(3)
     assert torch.equal(model.extra, torch.zeros(3))
+    assert torch.equal(torch_bf16.fp32_state_dict(model, optimizer)["bias"], exact * 3)
 
 
-def test_an_exception_puts_nothing_back():
-    model, optimizer = make("bf16-fp32-master")
-    before = optimizer.exact_weight(model.weight)
+def test_a_context_within_another_of_the_same_weights_is_refused():
+    model, optimizer, _ = partly_frozen()
+    for inner in (model, nn.Sequential(model)):
+        with torch_bf16.exact_weights(model, optimizer) as weights:
+            weights["weight"].zero_()
+            with pytest.raises(ValueError, match="would write its older copies over them"):
+                torch_bf16.exact_weights(inner, optimizer).__enter__()
+        assert not model.weight.any()
+
+
+@pytest.mark.parametrize("error", [KeyError, ValueError], ids=["program's", "ours"])
+def test_an_exception_puts_nothing_back(error):
+    model, optimizer, _ = partly_frozen()
+    before = [optimizer.exact_weight(p) for p in model.parameters()]
 
     def fail():
         with torch_bf16.exact_weights(model, optimizer) as weights:
-            weights["weight"].zero_()
-            raise KeyError("stop")
+            for each in weights.values():
+                each.zero_()
+            if error is KeyError:
+                raise KeyError("stop")
+            weights["stop"] = torch.zeros(1)
 
-    with pytest.raises(KeyError, match="stop"):
+    with pytest.raises(error, match="stop"):
         fail()
-    assert torch.equal(optimizer.exact_weight(model.weight), before)
+    assert all(map(torch.equal, map(optimizer.exact_weight, model.parameters()), before))
 
 
 def test_what_cannot_be_put_back_is_refused():

@@ -92,6 +92,21 @@ def test_masters_of_weights_that_were_made_equal_are_rank_0s(ranks):
     ranks(4, synced)
 
 
+def read_gathered():
+    run = Run(CASE, RECIPES[1]).train(range(1))
+    with (
+        FSDP.summon_full_params(run.model),
+        pytest.raises(ValueError, match="read and write exact weights, outside of summon_full"),
+    ):
+        torch_bf16.exact_weights(run.model, run.optimizer).__enter__()
+    with torch_bf16.exact_weights(run.model, run.optimizer) as weights:
+        assert all(each.dtype == torch.float32 for each in weights.values())
+
+
+def test_exact_weights_of_gathered_parameters_are_refused(ranks):
+    ranks(4, read_gathered)
+
+
 def saved_whole(file):
     run = Run(CASE, RECIPES[0]).train(range(3))
     with FSDP.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):

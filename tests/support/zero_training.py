@@ -131,6 +131,8 @@ def run(way, recipe):
 
     again, other = make_run(way, recipe, sharded=True)
     train(model, zero, range(2))
+    with pytest.raises(RuntimeError, match="state has not been consolidated on this rank"):
+        zero.state_dict()
     for its, optimizer in ((again, other), (model, zero)):
         its.load_state_dict(weights)
         optimizer.load_state_dict(copy.deepcopy(saved))

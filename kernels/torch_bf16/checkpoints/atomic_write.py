@@ -30,9 +30,14 @@ def replacing(path: Path) -> Iterator[Path]:
     stay, too.
 
     Raises:
-        CheckpointError: another process or thread is writing ``path``.
+        CheckpointError: another process or thread is writing ``path``, or it is no file.
         OSError: the folder is not there, or cannot be written to.
     """
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe, which the file would replace"
+        raise CheckpointError(
+            f"{path} is {kind}: give the name of a file to write. Nothing was written"
+        )
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     with ExitStack() as locks:

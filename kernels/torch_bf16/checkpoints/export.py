@@ -1,22 +1,20 @@
-"""Exact fp32 weights and moments, for programs that do not know this package."""
+"""Files of exact fp32 weights, for programs that do not know this package."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.wrappers import optimizer_for, owners
 from torch_bf16.errors import CheckpointError, first_line
-from torch_bf16.sharding import any_flattened, local, saved_names
+from torch_bf16.sharding import local, saved_names
 from torch_bf16.states.recoding import stored_format
-from torch_bf16.states.schema import HEADER
-from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
+from torch_bf16.states.views import MASTERS, masters_in
 
 from .atomic_write import replacing
 from .reader import OptimizerStates, Saved, SavedTensor, open_checkpoint, read_optimizer
@@ -24,92 +22,10 @@ from .reader import OptimizerStates, Saved, SavedTensor, open_checkpoint, read_o
 __all__ = [
     "export_file",
     "export_weights",
-    "fp32_optimizer_state_dict",
-    "fp32_state_dict",
     "fp32_weights",
 ]
 
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """The module's state dict with each bf16 weight as the fp32 number that its next step reads.
-
-    Args:
-        model: the module; buffers and parameters of other dtypes are as in ``model.state_dict()``.
-        optimizers: the optimizers that have the exact masters, also in a host's wrapper. A bf16
-            weight that none of them has, or whose recipe keeps no master, is upcast.
-
-    Returns:
-        New tensors for bf16 weights; the module's own tensors for the rest.
-
-    Raises:
-        ValueError: ``model`` is not a module, or an optimizer is not one of this package.
-        NotImplementedError: FSDP1 has flattened the module; the message says what works.
-
-    Example:
-        >>> fp32 = torch.nn.Linear(4, 4)
-        >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
-        <All keys matched successfully>
-    """
-    check_module("fp32_state_dict", model)
-    ours = [optimizer_for("fp32_state_dict", each) for each in optimizers]
-    if any_flattened(model.parameters()):
-        raise NotImplementedError(
-            "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
-            "flattened: its weights are in pieces on all ranks. Gather {'model': "
-            "model.state_dict(), 'optimizer': FSDP.optim_state_dict(model, optimizer)} with "
-            "FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT), torch.save it, and "
-            "export that file: python -m torch_bf16 export FILE TARGET"
-        )
-    # The module's own kind of dictionary, which has the versions of its parts.
-    weights = model.state_dict(keep_vars=True)
-    of_parameters = owners(ours)
-    for name, value in weights.items():
-        if not isinstance(value, Tensor):
-            continue
-        if ours and isinstance(value, nn.Parameter):
-            # A parameter that is not trained may still have the bits that its cast dropped.
-            weights[name] = of_parameters.get(value, ours[0]).exact_weight(value)
-        elif isinstance(value, nn.Parameter) and value.dtype == torch.bfloat16:
-            weights[name] = value.detach().float()
-        else:
-            weights[name] = value.detach()
-    return weights
-
-
-def fp32_optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state dict of new tensors for the same ``torch.optim`` class over fp32 parameters.
-
-    Moments become fp32 numbers, exactly those that the next step would read. Masters are left out:
-    they belong to the weights, see :func:`fp32_state_dict`.
-
-    Args:
-        optimizer: an optimizer of this package, also in a host's wrapper.
-
-    Raises:
-        ValueError: it is none of this package, or holds several.
-
-    Example:
-        >>> fp32 = torch.nn.Linear(4, 4)
-        >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
-        <All keys matched successfully>
-        >>> plain = torch.optim.AdamW(fp32.parameters())
-        >>> plain.load_state_dict(torch_bf16.fp32_optimizer_state_dict(optimizer))
-    """
-    optimizer = optimizer_for("fp32_optimizer_state_dict", optimizer)
-    state_dict = optimizer.state_dict()
-    state_dict.pop(HEADER, None)
-    dims = {
-        key: parameter.ndim
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-        for parameter, key in zip(group["params"], saved["params"], strict=True)
-    }
-    state_dict["state"] = {
-        key: fp32_numbers(from_view(each, dims[key])) if key in dims else each
-        for key, each in state_dict["state"].items()
-    }
-    return state_dict
 
 
 def fp32_weights(
@@ -148,8 +64,7 @@ def fp32_weights(
             "optimizer). Nothing was written"
         )
     states = {key: states[name] for name, key in key_of.items()}
-    # A tied weight has a state under one of its names only.
-    same = {_place(model[n]): state for n, state in states.items()}
+    states |= _of_tied(model, states)
     weights, exact = {}, 0
     for name, each in model.items():
         value = _whole(each)
@@ -157,7 +72,7 @@ def fp32_weights(
             continue
         masters = {}
         if value.dtype == torch.bfloat16:
-            masters = _masters(states.get(name) or same.get(_place(each), {}))
+            masters = _masters(states.get(name, {}))
         if masters:
             format_ = stored_format(masters, "")
             if format_ is None or any(each.shape != value.shape for each in masters.values()):
@@ -195,12 +110,50 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, SavedTensor) else value
 
 
+def _of_tied(
+    model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """The states of tied weights, which have one under one of their names only, by the others.
+
+    Weights are tied if they were one tensor when they were saved. Many formats do not say so: a
+    weight without a state that has the shape and the bits of one with a state is taken for it.
+    """
+    known = {_place(model[name]): state for name, state in states.items()}
+    other = {name: each for name, each in model.items() if name not in states}
+    found = {name: known[_place(each)] for name, each in other.items() if _place(each) in known}
+    left = {name: each for name, each in other.items() if name not in found and _is_bf16(each)}
+    shapes = {tuple(each.shape) for each in left.values()}
+    # Under the same bits there are the same masters, or it is not known whose they are.
+    by_bits: dict[Any, Mapping[str, Any] | None] = {}
+    for name, state in states.items():
+        if _is_bf16(model[name]) and tuple(model[name].shape) in shapes:
+            bits = _bits(model[name])
+            by_bits[bits] = None if bits in by_bits or not bits[1] else state
+    shapes = {shape for shape, _ in by_bits}
+    for name, each in left.items():
+        if tuple(each.shape) in shapes and (state := by_bits.get(_bits(each))) is not None:
+            found[name] = state
+    return found
+
+
 def _place(weight: Any) -> Any:
     """A key that tied weights share; a view of a part, or an empty tensor, has another shape."""
     if isinstance(weight, SavedTensor):
         return weight.tied or id(weight)
     memory = local(weight)
     return memory.data_ptr(), memory.shape, memory.stride()
+
+
+def _is_bf16(weight: Any) -> bool:
+    return getattr(weight, "dtype", None) == torch.bfloat16
+
+
+def _bits(weight: Any) -> tuple[tuple[int, ...], bytes]:
+    """The shape, and a key that weights with the same bits share."""
+    memory = local(_whole(weight)).detach().contiguous().cpu().view(torch.int16)
+    # Equal numbers all over, as norms begin with, say nothing about whose they are.
+    one = not memory.numel() or bool((memory == memory.view(-1)[0]).all())
+    return tuple(weight.shape), b"" if one else hashlib.blake2b(memory.numpy().data).digest()
 
 
 def export_file(

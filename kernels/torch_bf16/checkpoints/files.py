@@ -21,10 +21,11 @@ from torch_bf16.errors import CheckpointError, first_line, suffix_errors, with_a
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.state_dict import check_groups
 from torch_bf16.parameters import parameters_of
-from torch_bf16.sharding import any_flattened, is_dtensor, is_incomplete, shard_of
+from torch_bf16.sharding import any_flattened, is_incomplete, shard_of
 from torch_bf16.states.schema import HEADER
 
 from .atomic_write import replacing
+from .module_fit import check_fits
 
 __all__ = [
     "check_complete",
@@ -115,7 +116,7 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
         )
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            _check_fits(part, states[name], f"{name} in {path}")
+            check_fits(part, states[name], f"{name} in {path}")
         else:
             _check_optimizer(part, states[name], f"{name} in {path}")
     for name in sorted(parts, key=lambda name: _turn(parts[name], states[name])):
@@ -299,45 +300,3 @@ def _foreign_kinds(file: Any) -> str:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     except Exception:
         return ""
-
-
-def _check_fits(module: nn.Module, state: Any, label: str) -> None:
-    """Compare names, shapes and kinds of tensors, so that a module is not left half loaded."""
-    saved = state if isinstance(state, Mapping) else {}
-    live = module.state_dict()
-    lacking, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
-    shapes = {
-        name: (tuple(each.shape), tuple(getattr(saved.get(name), "shape", ())))
-        for name, each in live.items()
-        if isinstance(each, torch.Tensor)
-    }
-    other = [f"{name} {b} for {a}" for name, (a, b) in shapes.items() if a != b]
-    if lacking or unknown or other:
-        faults = [
-            f"{kind} {', '.join(names[:4])}"
-            for kind, names in (("lacks", lacking), ("has unknown", unknown), ("has shapes", other))
-            if names
-        ]
-        raise CheckpointError(
-            f"{label} is of another model: it {'; it '.join(faults)}. Load it into the model that "
-            "it was saved from. Nothing was changed"
-        )
-    for name, each in live.items():
-        if is_dtensor(each) != is_dtensor(saved[name]):
-            raise CheckpointError(_of_other_placement(label, name, is_dtensor(each)))
-
-
-def _of_other_placement(label: str, name: str, live_is_sharded: bool) -> str:
-    if not live_is_sharded:
-        return (
-            f"{label} has {name!r} as a sharded tensor, and the model's own is not sharded. Save "
-            "the whole state dicts of torch.distributed.checkpoint.state_dict.get_state_dict(..., "
-            "options=StateDictOptions(full_state_dict=True)). Nothing was changed"
-        )
-    return (
-        f"{label} has {name!r} as a whole tensor, and the model's own is sharded. On all ranks "
-        "read the file by parts = load_checkpoint(path), and call torch.distributed.checkpoint."
-        "state_dict.set_state_dict(model, optimizer, model_state_dict=parts[...], "
-        "optim_state_dict=parts[...], options=StateDictOptions(full_state_dict=True)). Nothing was "
-        "changed"
-    )

@@ -207,6 +207,9 @@ class EMA(AveragedModel):
             self._averages.move(ours, theirs, 1.0 - self.decay, int(self.n_averaged) + 1)
         if not self.use_buffers:
             for name, buffer in buffers.items():
+                # A cache may grow.
+                if buffer.shape != others[name].shape:
+                    buffer.data = buffer.new_empty(others[name].shape)
                 buffer.copy_(others[name])
         self.n_averaged += 1
 
@@ -227,13 +230,12 @@ class EMA(AveragedModel):
         sharded = [(own[name], averages[name]) for name in own if is_dtensor(own[name])]
         plain = {name: tensor for name, tensor in own.items() if not is_dtensor(tensor)}
         aside = [(tensor, tensor.data) for tensor in plain.values()]
-        buffers = by_name(model.named_buffers())
         with lying_in_place(sharded):
             try:
                 for name, tensor in plain.items():
-                    # A forward pass may write a buffer.
-                    average, copies = averages[name].data, name in buffers
-                    tensor.data = average.to(tensor.device, tensor.dtype, copy=copies)
+                    # A copy: a forward pass may write a buffer, or a weight (max_norm).
+                    average = averages[name].data
+                    tensor.data = average.to(tensor.device, tensor.dtype, copy=True)
                 # An autocast context around it keeps what it has cast.
                 torch.clear_autocast_cache()
                 yield

@@ -6,6 +6,7 @@ as ``cast_model`` does, so that an exact master starts from the fp32 weights in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -39,27 +40,37 @@ def _remembering(original: Any) -> Any:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        bits_of, given, errors = {}, {}, len(error_msgs)
+        load = functools.partial(
+            original,
+            self,
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
         recipe = stored_by(self)
-        if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
+        if recipe is None or local_metadata.get("assign_to_params_buffers"):
+            load()
+            return
+        bits_of, given, errors = {}, {}, len(error_msgs)
+
+        def split(*_args: Any) -> None:
             for key, parameter in _fp32_weights(self, state_dict, prefix):
                 # Rounded here: torch rounds ties differently, and their remainders would not fit.
                 given[key] = state_dict[key]
                 state_dict[key], bits = remainders.split(given[key].detach(), recipe)
                 if bits is not None:
                     bits_of[id(parameter)] = bits
+
+        # The last of the hooks: others rename, permute and scale what is loaded.
+        last = self._register_load_state_dict_pre_hook(split)
         try:
-            original(
-                self,
-                state_dict,
-                prefix,
-                local_metadata,
-                strict,
-                missing_keys,
-                unexpected_keys,
-                error_msgs,
-            )
+            load()
         finally:
+            last.remove()
             # It may be the caller's own, and be loaded into another model.
             state_dict.update(given)
         if bits_of and len(error_msgs) == errors:

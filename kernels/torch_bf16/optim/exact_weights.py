@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import with_article
 from torch_bf16.model import remainders
-from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of
+from torch_bf16.sharding import Shard, local, reshard, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
@@ -53,6 +53,9 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         return parameter.detach()
     shard = shard_of(parameter)
+    if shard.in_row and shard.obstacle() is None:
+        # Raises where FSDP1 has gathered more than the masters here belong to.
+        _ = shard.spans
     visible = shard.memory.contiguous()
     state = dict.get(optimizer.state, parameter, {})
     state = without_remainders(optimizer, shard, state)
@@ -161,18 +164,20 @@ def exact_weights(
     them on, 4 bytes per parameter; :meth:`BF16Optimizer.exact_weight` copies one at a time.
 
     Args:
-        model: the model; parameters that no optimizer has are given as they are, detached.
+        model: the model, or a part of it. Of parameters that no optimizer has, those that were
+            changed are written back.
         optimizers: optimizers of this package, or a host's wrappers around them.
 
     Yields:
-        fp32 tensors by the names of ``model.named_parameters()``, in its order. Write to them in
-        place, by ``.data = ...`` or by assigning to the dict. Pass ``weights.values()`` to
-        functions that take parameters. Gradients are off inside; after an exception nothing is
-        written back.
+        Copies by the names of ``model.named_parameters()``, in its order: fp32 tensors, or of the
+        parameter's dtype if that is neither bf16 nor fp16. Write to them in place, by ``.data =
+        ...`` or by assigning to the dict. Pass ``weights.values()`` to functions that take
+        parameters. Gradients are off inside; after an exception nothing is written back.
 
     Raises:
-        ValueError: an optimizer is not one of this package, a key was added or deleted, or a new
-            value does not fit its parameter; nothing has been changed.
+        ValueError: an optimizer is not one of this package, another context has given some of
+            these weights, a key was added or deleted, or a new value does not fit its parameter;
+            nothing has been changed.
 
     Example:
         >>> others = {name: p.detach().float() for name, p in model.named_parameters()}
@@ -186,9 +191,9 @@ def exact_weights(
     # Parameters that FSDP2 has gathered for an evaluation are not those of the optimizer.
     reshard(owners)
     named = dict(model.named_parameters())
-    with torch.no_grad():
+    with torch.no_grad(), _given_once(model, named):
         weights = {
-            name: owners[p][0].exact_weight(p).clone() if p in owners else p.detach()
+            name: owners[p][0].exact_weight(p).clone() if p in owners else _copy(p, ours)
             for name, p in named.items()
         }
         yield weights
@@ -215,14 +220,67 @@ def exact_weights(
                 )
         reshard(owners)
         writes: dict[BF16Optimizer, list[Write]] = {each: [] for each in ours}
+        others: dict[Tensor, Tensor] = {}
         for name, parameter in named.items():
             if parameter in owners:
                 owner, place = owners[parameter]
                 writes[owner].append(Write(place, parameter, weights[name]))
-            elif not same_memory(weights[name], parameter):
-                parameter.copy_(weights[name])
+            elif not _same_numbers(weights[name], _copy(parameter, ours)):
+                others[parameter] = weights[name]
+        _write_others(model, others, ours)
         for optimizer, of_optimizer in writes.items():
             write(optimizer, of_optimizer)
+
+
+_given: set[int] = set()
+"""The ids of parameters of which contexts have given copies that are not written back yet."""
+
+
+@contextmanager
+def _given_once(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse weights within another context, which would write its older copies over them."""
+    if twice := [name for name, each in named.items() if id(each) in _given]:
+        raise ValueError(
+            f"exact_weights was given a {type(model).__name__} within another exact_weights of the "
+            f"same weights ({twice[0]!r}, {len(twice)} in all), which would write its older copies "
+            "over them when it ends: change those of the outer context, or end it first. Nothing "
+            "was changed"
+        )
+    ids = {*map(id, named.values())}
+    _given.update(ids)
+    try:
+        yield
+    finally:
+        _given.difference_update(ids)
+
+
+def _copy(parameter: Tensor, optimizers: Sequence[BF16Optimizer]) -> Tensor:
+    """A copy of a parameter that no optimizer has, with the bits that its cast dropped."""
+    if parameter.dtype == torch.bfloat16 and optimizers:
+        return optimizers[0].exact_weight(parameter).clone()
+    narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+    return parameter.detach().float() if narrow else parameter.detach().clone()
+
+
+def _same_numbers(value: Tensor, before: Tensor) -> bool:
+    one, other = local(value).to(before.device), local(before)
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _write_others(
+    model: nn.Module, values: Mapping[Tensor, Tensor], optimizers: Sequence[BF16Optimizer]
+) -> None:
+    """Write parameters that no optimizer has; what bf16 drops is kept as a cast keeps it."""
+    bits_of = {}
+    for parameter, value in values.items():
+        visible = value.detach().to(parameter.device)
+        if optimizers and (parameter.dtype, value.dtype) == (torch.bfloat16, torch.float32):
+            visible, bits = remainders.split(visible, optimizers[0].recipe)
+            if bits is not None:
+                bits_of[id(parameter)] = bits
+        parameter.copy_(visible)
+    if bits_of:
+        remainders.remember(model, bits_of)
 
 
 def _placed(optimizer: BF16Optimizer) -> Iterator[tuple[_Place, Tensor]]:

@@ -92,8 +92,8 @@ class Fsdp1Shard(Shard):
         if (self.parameter.ndim, self.parameter.numel()) != (1, numel):
             raise ValueError(
                 f"parameter {self.name!r} has shape {tuple(self.parameter.shape)} now and {numel} "
-                "elements in this rank's shard: FSDP1 has gathered it. Step outside of "
-                "summon_full_params, after a backward pass"
+                "elements in this rank's shard: FSDP1 has gathered it. Step, and read and write "
+                "exact weights, outside of summon_full_params, after a backward pass"
             )
         run, offset = max(numel, 1), info.intra_param_start_idx or 0
         return Span(self.name, self.shape, 0, numel, offset, run, run)

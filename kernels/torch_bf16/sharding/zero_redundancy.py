@@ -26,6 +26,9 @@ def is_zero(optimizer: Any) -> bool:
 class ZeroNames:
     """The names that key the noise of the parameters of all ranks.
 
+    While there are such names, a step drops the states that ``consolidate_state_dict`` gathered:
+    their remainders do not belong to the weights after it.
+
     Args:
         zero: the ``ZeroRedundancyOptimizer`` of the parameters.
     """
@@ -35,6 +38,7 @@ class ZeroNames:
         self._names = WeakIdKeyDictionary()
         # Its load_state_dict writes into the local optimizer's state, past ours.
         zero.register_load_state_dict_post_hook(lambda zero: zero.optim._engine.invalidate())  # pyright: ignore[reportAttributeAccessIssue]
+        zero.register_step_post_hook(_forget_gathered)
 
     def name(self, parameter: Tensor) -> str | None:
         """The name that keys a parameter's noise, as if one optimizer had all parameters."""
@@ -47,3 +51,8 @@ class ZeroNames:
                     self._names[each] = names[position] if names else f"#{place}"
                     place += 1
         return self._names.get(parameter)
+
+
+def _forget_gathered(zero: Any, _args: Any, _kwargs: Any) -> None:
+    """Let ``zero.state_dict()`` say that states must be consolidated again."""
+    zero._all_state_dicts = []

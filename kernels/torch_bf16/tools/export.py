@@ -47,11 +47,6 @@ def export(options: argparse.Namespace) -> int:
             overwrite the checkpoint; nothing was written.
     """
     source, arguments = options.checkpoint, (options.output, options.dtype, options.optimizer)
-    if options.output.exists() and not options.output.is_file():
-        raise ValueError(
-            f"{options.output} is a device or a pipe, which the file would replace: give the name "
-            "of a file to write"
-        )
     keep_inputs(options.output, source, options.optimizer)
     saved = open_checkpoint(source, verify=True)
     for note in saved.notes:

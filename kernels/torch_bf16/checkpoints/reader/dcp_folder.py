@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_bf16.checkpoints.files import check_records
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
@@ -47,7 +48,8 @@ def read_dcp(path: Path, weights: bool = True, verify: bool = False) -> Saved:
     Args:
         path: the folder with ``.metadata``.
         weights: whether the folder must hold weights.
-        verify: whether to compare the checksums of each part of a tensor when it is first read.
+        verify: whether to compare checksums: of small objects now, and of each part of a tensor
+            when it is first read.
 
     Raises:
         CheckpointError: it is damaged, or was made by something else.
@@ -167,15 +169,32 @@ def _within(path: Sequence[Any]) -> _Within | None:
 def _value(
     folder: Path, key: str, entry: Any, places: dict[tuple[int, ...], Any], verify: bool
 ) -> Any:
-    """A tensor; or a small object, if torch can load it without running code; else None."""
+    """A tensor; or a small object, if torch can load it without running code; else None.
+
+    Raises:
+        CheckpointError: a part is not there, or, if ``verify``, such an object is damaged.
+    """
     if hasattr(entry, "chunks"):
         return tensor_of_parts(folder, key, entry, places, verify)
     place = next(iter(places.values()), None)
     if place is None or place.length > _SMALL:
         return None
+    file = folder / place.relative_path
     try:
-        with (folder / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            return torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+        with file.open("rb") as whole:
+            whole.seek(place.offset)
+            content = io.BytesIO(whole.read(place.length))
+        check_records(content)
+        content.seek(0)
+    # zipfile raises almost anything over damaged bytes.
+    except Exception as error:
+        if verify:
+            raise CheckpointError(
+                f"{file} is damaged at byte {place.offset:,}, where {key} lies: {error}"
+            ) from None
+        return None
+    try:
+        return torch.load(content, weights_only=True)
+    # What is left is of other classes.
     except Exception:
         return None

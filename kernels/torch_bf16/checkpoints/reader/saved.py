@@ -84,7 +84,7 @@ class OptimizerStates:
         found = {
             key: name
             for of_group, group in zip(names, self.groups, strict=False)
-            for name, key in zip(of_group or (), group.get("params", ()), strict=False)
+            for name, key in zip(of_group or (), group.get("params") or (), strict=False)
             if isinstance(name, str) and key in self.state
         }
         # torch.distributed.checkpoint and FSDP put names in place of numbers.
