@@ -11,7 +11,7 @@ from typing import Any
 
 from bf16_autoload import Patches
 
-from . import accelerator, adapters, commands, fsdp, local_sgd, state, trainer
+from . import accelerator, adapters, clipping, commands, fsdp, local_sgd, state, trainer
 
 __all__ = ["ADDED", "REPLACED", "on_import", "patches"]
 
@@ -25,8 +25,8 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Accelerator.prepare_model": accelerator.prepare_model,
         "Accelerator.prepare_optimizer": accelerator.prepare_optimizer,
         "Accelerator.autocast": accelerator.autocast,
-        "Accelerator.clip_grad_norm_": accelerator.clip_grad_norm_,
-        "Accelerator.clip_grad_value_": accelerator.clip_grad_value_,
+        "Accelerator.clip_grad_norm_": clipping.clip_grad_norm_,
+        "Accelerator.clip_grad_value_": clipping.clip_grad_value_,
         "Accelerator.log": accelerator.log,
         "Accelerator.get_state_dict": accelerator.get_state_dict,
         "Accelerator.save_model": accelerator.save_averages,

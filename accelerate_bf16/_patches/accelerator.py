@@ -1,11 +1,10 @@
-"""Replacements for methods of ``Accelerator``: preparing, clipping, logging, saving."""
+"""Replacements for methods of ``Accelerator``: preparing, logging, saving."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ from .unregistered import LIVING
 __all__ = [
     "add_mixed_precision",
     "autocast",
-    "clip_grad_norm_",
-    "clip_grad_value_",
     "get_state_dict",
     "init",
     "load_state",
@@ -34,6 +31,7 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
     "save_averages",
+    "without_deepspeed",
 ]
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ def _in_our_modes(
 
 
 # DeepSpeed itself casts the model and clips.
-_without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
+without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
 
 
 def init(original: Any) -> Any:
@@ -171,7 +169,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         return result
 
 
-@_without_deepspeed
+@without_deepspeed
 def prepare_model(
     original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -197,7 +195,7 @@ def prepare_model(
         return prepared
 
 
-@_without_deepspeed
+@without_deepspeed
 def prepare_optimizer(
     original: Any, accelerator: Any, mode: str, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -207,7 +205,7 @@ def prepare_optimizer(
         return original(accelerator, optimizer, *args, **kwargs)
 
 
-@_without_deepspeed
+@without_deepspeed
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
     """The context of the wrapped forward, for modules that are called outside it."""
     from accelerate_bf16 import models
@@ -217,33 +215,6 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
     if "_bf16_compute" not in vars(accelerator):
         accelerator._bf16_compute = options_of(accelerator).recipe(mode).compute
     return models.autocast(accelerator, accelerator._bf16_compute, autocast_handler)
-
-
-@_without_deepspeed
-def clip_grad_norm_(
-    original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
-) -> Any:
-    """Clip by the fp32 norm, and leave the scaling to the step if possible."""
-    if norm_type != 2:
-        return original(accelerator, _to_write(accelerator, parameters), max_norm, norm_type)
-    import torch_bf16
-    from accelerate_bf16.optimizers import converted_optimizers
-
-    if max_norm == math.inf:
-        return _norm_alone(parameters)
-    if not accelerator.sync_gradients:
-        # A partial sum, different on each rank: only the norm of the whole sum may reach the step.
-        return torch_bf16.total_norm(parameters)
-    optimizers = converted_optimizers(accelerator._optimizers)
-    return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
-
-
-@_without_deepspeed
-def clip_grad_value_(
-    original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
-) -> Any:
-    """Clip what an earlier clip by the norm has left, and refuse gradients that were released."""
-    return original(accelerator, _to_write(accelerator, parameters), clip_value)
 
 
 @_in_our_modes
@@ -286,28 +257,6 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
     for model in accelerator._models:
         torch_bf16.follow(models.unwrap_model(model))
     return result
-
-
-def _to_write(accelerator: Any, parameters: Any) -> list[Any]:
-    """Parameters whose gradients are about to be written: not released, and scaled by now."""
-    import torch_bf16
-
-    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    torch_bf16.refuse_released(parameters)
-    torch_bf16.scale_gradients(accelerator._optimizers)
-    return parameters
-
-
-def _norm_alone(parameters: Any) -> Any:
-    """The norm for the logs of a Trainer that does not clip; NaN for released gradients."""
-    import torch
-
-    import torch_bf16
-
-    try:
-        return torch_bf16.total_norm(parameters)
-    except NotImplementedError:
-        return torch.full((), math.nan)
 
 
 def _passes_per_step(accelerator: Any) -> int:
