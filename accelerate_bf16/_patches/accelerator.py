@@ -272,10 +272,12 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     if _current is not None:
         yield _current
         return
+    from accelerate_bf16.models import unwrap_model
     from accelerate_bf16.monitoring import watch
+    from accelerate_bf16.optimizers import converted_optimizers, unwrap_optimizer
     from accelerate_bf16.preparation import Preparation
     from accelerate_bf16.recipe_options import options_of
-    from accelerate_bf16.report import show
+    from accelerate_bf16.report import Report
 
     _refuse(accelerator, mode)
     _current = Preparation(
@@ -284,6 +286,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         accelerator._optimizers,
         options_of(accelerator),
         list(_every_wrapped),
+        accelerator.__dict__.setdefault("_bf16_set_up", _Objects()),
     )
     try:
         with Patches() as patches:
@@ -298,12 +301,10 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     finally:
         _current = None
     if accelerator.is_main_process:
-        # find_executable_batch_size prepares the same objects for each size that it tries.
-        shown = accelerator.__dict__.setdefault("_bf16_said", set())
-        for line in lines:
-            if line not in shown:
-                shown.add(line)
-                show(line)
+        optimizers = map(unwrap_optimizer, accelerator._optimizers)
+        held = [*optimizers, *converted_optimizers(accelerator._optimizers)]
+        held += map(unwrap_model, accelerator._models)
+        accelerator.__dict__.setdefault("_bf16_report", Report()).show(lines, held)
     if accelerator.log_with:
         watch(accelerator._optimizers)
 
@@ -326,15 +327,15 @@ def _fsdp_version(accelerator: Any) -> int | None:
 
 def _wrapped_models(accelerator: Any) -> Any:
     """The wrapped models; the accelerator's own list also has bare ones."""
-    return accelerator.__dict__.setdefault("_bf16_wrapped", _Models())
+    return accelerator.__dict__.setdefault("_bf16_wrapped", _Objects())
 
 
-class _Models(weakref.WeakSet):
-    """A set that does not keep its models alive, and that can be pickled with an Accelerator."""
+class _Objects(weakref.WeakSet):
+    """A set that keeps nothing in it alive, and that can be pickled with an Accelerator."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
 
 
-_every_wrapped = _Models()
+_every_wrapped = _Objects()
 """Those of all Accelerators, and those that an Accelerator has freed."""

@@ -238,7 +238,7 @@ def test_one_line_of_the_report_is_visible_by_default(make_accelerator, mode, mo
     assert "backend " in line
 
 
-def test_trying_batch_sizes_says_the_line_once_and_another_accelerator_again(
+def test_trying_batch_sizes_says_the_line_once_and_equal_models_two(
     make_accelerator, mode, caplog
 ):
     tried = []
@@ -259,8 +259,16 @@ def test_trying_batch_sizes_says_the_line_once_and_another_accelerator_again(
     assert tried[0] == 8
     assert tried[-1] <= 2
     assert len(caplog.records) == 1
-    attempts(make_accelerator(mode))
+    accelerator = make_accelerator(mode)
+    attempts(accelerator)
     assert len(caplog.records) == 2
+    # Beside the last one, which is still in use.
+    equal = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for _ in range(2):
+        accelerator.prepare(*equal, *(torch.optim.AdamW(each.parameters()) for each in equal))
+        assert len({each.getMessage() for each in caplog.records}) == 1
+        assert len(caplog.records) == 4
+        accelerator.free_memory()
 
 
 def test_the_line_names_a_recipe_that_is_not_the_modes(make_accelerator, model, caplog):
