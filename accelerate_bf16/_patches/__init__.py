@@ -49,6 +49,7 @@ REPLACED: dict[str, dict[str, Any]] = {
         "prepare_multi_gpu_env": commands.export_mode,
         "prepare_simple_launcher_cmd_env": commands.export_mode,
         "prepare_deepspeed_cmd_env": commands.export_mode,
+        "prepare_sagemager_args_inputs": commands.export_mode_to_sagemaker,
     },
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
     "peft.tuners.tuners_utils": {"BaseTuner._cast_adapter_dtype": adapters.cast_adapter_dtype},

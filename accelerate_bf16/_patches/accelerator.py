@@ -96,8 +96,13 @@ def init(original: Any) -> Any:
     return __init__
 
 
+def _represent(dumper: Any, name: ModeName) -> Any:
+    return dumper.represent_str(str(name))
+
+
 def add_mixed_precision(module: Any, patches: Patches) -> None:
     """Let the mode's name equal "bf16" when scripts compare it, until all is put back."""
+    from yaml.representer import Representer, SafeRepresenter
 
     def make(stock: Any) -> Any:
         def mixed_precision(self: Any) -> Any:
@@ -110,6 +115,10 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
             return stock(self)
 
         return mixed_precision
+
+    # Accelerate's tracker for TensorBoard writes what a script configures as YAML.
+    for each in (SafeRepresenter, Representer):
+        patches.add(each.yaml_representers, ModeName, _represent)
 
     if replace_property(patches, module.Accelerator, "mixed_precision", make):
         LIVING.restore()
