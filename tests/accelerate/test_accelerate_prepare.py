@@ -264,9 +264,7 @@ def test_one_line_of_the_report_is_visible_by_default(make_accelerator, mode, mo
     assert "backend " in line
 
 
-def test_trying_batch_sizes_says_the_line_once_and_equal_models_two(
-    make_accelerator, mode, caplog
-):
+def test_trying_batch_sizes_says_the_line_once_and_equal_models_two(make_accelerator, mode, caplog):
     tried = []
 
     def attempts(accelerator):
