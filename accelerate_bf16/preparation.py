@@ -37,6 +37,8 @@ class Preparation:
             optimizer may own their parameters, too.
         set_up: optimizers for which :meth:`setup_training` has set up all there is; it adds to
             them.
+        matched: entries of ``keep_fp32`` that match something in models of earlier calls, also in
+            those that were freed; :meth:`take` adds to them.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Preparation:
         options: BF16RecipeKwargs | None = None,
         other_models: Sequence[nn.Module] = (),
         set_up: MutableSet[Any] | None = None,
+        matched: set[Any] | None = None,
     ) -> None:
         self.mode = mode
         self._set_up = set() if set_up is None else set_up
+        self._matched = set() if matched is None else matched
         self._other_models = other_models
         self._options = options or BF16RecipeKwargs()
         self._recipe = self._options.recipe(mode)
@@ -257,9 +261,10 @@ class Preparation:
         recipes = {each: self._own_recipe(each) for each in trained}
         asked = {key: None for recipe in recipes.values() for key in recipe.keep_fp32}
         everywhere = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(asked))
-        found = [torch_bf16.matched_patterns(each, everywhere) for each in self._models if asked]
+        for model in self._models if asked else ():
+            self._matched.update(torch_bf16.matched_patterns(model, everywhere))
         for model, recipe in recipes.items():
-            torch_bf16.refuse_unmatched(model, recipe, {*chain(*found)})
+            torch_bf16.refuse_unmatched(model, recipe, self._matched)
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose parameter names key an optimizer's noise, or None."""

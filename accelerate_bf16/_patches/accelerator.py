@@ -296,6 +296,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         options_of(accelerator),
         list(_every_wrapped),
         accelerator.__dict__.setdefault("_bf16_set_up", _Objects()),
+        accelerator.__dict__.setdefault("_bf16_matched", set()),
     )
     try:
         with Patches() as patches:

@@ -165,6 +165,11 @@ def test_keep_fp32_names_a_part_of_one_model_among_several(make_accelerator, mod
     accelerator.prepare(without, model, *optimizers)
     kept = [p.dtype for each in (reference, without, model) for p in each.parameters()]
     assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
+    accelerator.free_memory()
+    del model, optimizers
+    another = torch.nn.Linear(8, 8)
+    accelerator.prepare(another, torch.optim.SGD(another.parameters()))
+    assert another.weight.dtype == torch.bfloat16
 
 
 def test_keep_fp32_that_matches_nothing_is_refused_once_the_model_is_trained(make_accelerator):
