@@ -132,7 +132,9 @@ class ModeName(str):
 
     Scripts compare ``accelerator.mixed_precision`` with ``"bf16"``, or look it up in a dictionary,
     to choose the dtype of models that they do not train. Under another name, text encoders would
-    stay in fp32.
+    stay in fp32. Copies are the same object. In a set or as a dictionary's key it is found as
+    ``"bf16"`` alone, because its hash is that of ``"bf16"``; pickles and files contain a plain
+    string, the name.
 
     Example:
         >>> name = ModeName("bf16-stochastic")
@@ -152,6 +154,12 @@ class ModeName(str):
 
     def __hash__(self) -> int:
         return hash("bf16")
+
+    def __copy__(self) -> ModeName:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ModeName:
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Which torch.load(weights_only=True) calls, and not str.

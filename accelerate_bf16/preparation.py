@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSet, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -35,6 +35,10 @@ class Preparation:
         options: replace fields of the mode's recipe.
         other_models: wrapped models that were freed, or prepared by other Accelerators; a new
             optimizer may own their parameters, too.
+        set_up: optimizers for which :meth:`setup_training` has set up all there is; it adds to
+            them.
+        matched: entries of ``keep_fp32`` that match something in models of earlier calls, also in
+            those that were freed; :meth:`take` adds to them.
     """
 
     def __init__(
@@ -44,8 +48,12 @@ class Preparation:
         prepared_optimizers: Iterable[Optimizer] = (),
         options: BF16RecipeKwargs | None = None,
         other_models: Sequence[nn.Module] = (),
+        set_up: MutableSet[Any] | None = None,
+        matched: set[Any] | None = None,
     ) -> None:
         self.mode = mode
+        self._set_up = set() if set_up is None else set_up
+        self._matched = set() if matched is None else matched
         self._other_models = other_models
         self._options = options or BF16RecipeKwargs()
         self._recipe = self._options.recipe(mode)
@@ -55,6 +63,7 @@ class Preparation:
         self._converted: list[Any] = []
         self._with_fp32_adapters: list[nn.Module] = []
         self._recipes: dict[int, torch_bf16.Recipe] = {}
+        self._newly_trained: list[tuple[Any, list[nn.Module]]] = []
         self._engines: list[Any] = []
 
     def run(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
@@ -175,7 +184,8 @@ class Preparation:
             sync_each: whether every micro-batch is reduced; FSDP2 hides passes that are not.
         """
         release = self._options.release()
-        for optimizer, bare_models in self._newly_trained():
+        self._newly_trained = [*self._find_newly_trained()]
+        for optimizer, bare_models in self._newly_trained:
             # Of optimizers that the accelerator has freed, or of another accelerator.
             parameters = chain.from_iterable(each.parameters() for each in bare_models)
             torch_bf16.end_releases(parameters, keep=self._optimizers)
@@ -191,13 +201,17 @@ class Preparation:
                 shows_last = hasattr(models[0], "set_requires_gradient_sync") and not sync_each
                 release = replace(release, accumulation_steps=1 if shows_last else steps)
             torch_bf16.setup_gradients(model, optimizer, release)
+            self._set_up.add(optimizer)
 
-    def report(self) -> Iterator[str]:
-        """Yield a line for each optimizer with newly prepared models, and each untrained model."""
+    def report(self) -> Iterator[tuple[Any, str]]:
+        """Yield a line for each optimizer that was set up, and for each untrained model.
+
+        Each with the object that it is about: an engine, an optimizer or a model.
+        """
         for engine in self._engines:
-            yield self._line(torch_bf16.describe(engine.module, engine.optimizer.optimizer))
+            yield engine, self._line(torch_bf16.describe(engine.module, engine.optimizer.optimizer))
         untrained = [each for each in self._cast if any(True for _ in each.parameters())]
-        for optimizer, trained in self._newly_trained():
+        for optimizer, trained in self._newly_trained:
             untrained = [each for each in untrained if each not in trained]
             for ours in torch_bf16.held_optimizers(optimizer):
                 line = self._line(torch_bf16.describe(trained, ours))
@@ -206,24 +220,28 @@ class Preparation:
                         "; adapters stay float32 as peft made them, autocast_adapter_dtype=False "
                         "makes them bfloat16"
                     )
-                yield line
+                yield ours, line
         for optimizer in self._converted:
             if not any(trains(optimizer, each) for each in self._models):
                 yield (
+                    optimizer,
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
-                    "no prepared model; prepare that, too: its weights become bf16 then"
+                    "no prepared model; prepare that, too: its weights become bf16 then",
                 )
         for model in untrained:
             # A reference model, for example, which has neither moments nor gradients.
             described = torch_bf16.describe(model, self._recipe)
-            yield self._line(replace(described, trained=0)) + ", no optimizer yet"
+            yield model, self._line(replace(described, trained=0)) + ", no optimizer yet"
 
-    def _newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:
-        """Yield each new optimizer, or one with new models, and all bare models that it trains."""
+    def _find_newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:
+        """Yield each new optimizer, or one with new models, and all bare models that it trains.
+
+        An optimizer that the user created as ours is new, too, though nothing converts it.
+        """
         for optimizer in self._optimizers:
             ours = torch_bf16.held_optimizers(optimizer)
             trained = [each for each in self._models if ours and trains(optimizer, each)]
-            if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
+            if trained and (optimizer not in self._set_up or set(trained) & set(self._cast)):
                 yield optimizer, trained
 
     def _uncast(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
@@ -243,9 +261,10 @@ class Preparation:
         recipes = {each: self._own_recipe(each) for each in trained}
         asked = {key: None for recipe in recipes.values() for key in recipe.keep_fp32}
         everywhere = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(asked))
-        found = [torch_bf16.matched_patterns(each, everywhere) for each in self._models if asked]
+        for model in self._models if asked else ():
+            self._matched.update(torch_bf16.matched_patterns(model, everywhere))
         for model, recipe in recipes.items():
-            torch_bf16.refuse_unmatched(model, recipe, {*chain(*found)})
+            torch_bf16.refuse_unmatched(model, recipe, self._matched)
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose parameter names key an optimizer's noise, or None."""

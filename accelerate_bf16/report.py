@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+from weakref import WeakSet
 
-__all__ = ["show"]
+__all__ = ["Report", "show"]
 
 _logger = logging.getLogger("accelerate_bf16")
 if _logger.level == logging.NOTSET:
@@ -25,3 +29,33 @@ def show(line: str) -> None:
         _logger.info(line)
     elif _logger.isEnabledFor(logging.INFO):
         print(line, file=sys.stderr)
+
+
+class Report:
+    """Shows each line as often as it is true at one time.
+
+    Two equal models are two lines. A script that frees what it has prepared, and prepares the same
+    again for each batch size that it tries, is told once. A pickled copy shows all lines again.
+    """
+
+    def __init__(self) -> None:
+        self._shown: Counter[str] = Counter()
+        self._subjects: defaultdict[str, WeakSet[Any]] = defaultdict(WeakSet)
+
+    def show(self, lines: Iterable[tuple[Any, str]], held: Collection[Any]) -> None:
+        """Show new lines, each given with the object that it is about.
+
+        Args:
+            lines: pairs of object and line.
+            held: all objects that are still in use.
+        """
+        held = {*map(id, held)}
+        for subject, line in lines:
+            subjects = self._subjects[line]
+            subjects.add(subject)
+            if sum(id(each) in held for each in subjects) > self._shown[line]:
+                self._shown[line] += 1
+                show(line)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()

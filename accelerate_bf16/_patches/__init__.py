@@ -11,7 +11,7 @@ from typing import Any
 
 from bf16_autoload import Patches
 
-from . import accelerator, adapters, commands, fsdp, local_sgd, state, trainer
+from . import accelerator, adapters, clipping, commands, fsdp, local_sgd, state, trainer
 
 __all__ = ["ADDED", "REPLACED", "on_import", "patches"]
 
@@ -25,8 +25,8 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Accelerator.prepare_model": accelerator.prepare_model,
         "Accelerator.prepare_optimizer": accelerator.prepare_optimizer,
         "Accelerator.autocast": accelerator.autocast,
-        "Accelerator.clip_grad_norm_": accelerator.clip_grad_norm_,
-        "Accelerator.clip_grad_value_": accelerator.clip_grad_value_,
+        "Accelerator.clip_grad_norm_": clipping.clip_grad_norm_,
+        "Accelerator.clip_grad_value_": clipping.clip_grad_value_,
         "Accelerator.log": accelerator.log,
         "Accelerator.get_state_dict": accelerator.get_state_dict,
         "Accelerator.save_model": accelerator.save_averages,
@@ -49,6 +49,7 @@ REPLACED: dict[str, dict[str, Any]] = {
         "prepare_multi_gpu_env": commands.export_mode,
         "prepare_simple_launcher_cmd_env": commands.export_mode,
         "prepare_deepspeed_cmd_env": commands.export_mode,
+        "prepare_sagemager_args_inputs": commands.export_mode_to_sagemaker,
     },
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
     "peft.tuners.tuners_utils": {"BaseTuner._cast_adapter_dtype": adapters.cast_adapter_dtype},

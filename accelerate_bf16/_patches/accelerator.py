@@ -1,11 +1,10 @@
-"""Replacements for methods of ``Accelerator``: preparing, clipping, logging, saving."""
+"""Replacements for methods of ``Accelerator``: preparing, logging, saving."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ from .unregistered import LIVING
 __all__ = [
     "add_mixed_precision",
     "autocast",
-    "clip_grad_norm_",
-    "clip_grad_value_",
     "get_state_dict",
     "init",
     "load_state",
@@ -34,6 +31,7 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
     "save_averages",
+    "without_deepspeed",
 ]
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ def _in_our_modes(
 
 
 # DeepSpeed itself casts the model and clips.
-_without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
+without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
 
 
 def init(original: Any) -> Any:
@@ -98,8 +96,13 @@ def init(original: Any) -> Any:
     return __init__
 
 
+def _represent(dumper: Any, name: ModeName) -> Any:
+    return dumper.represent_str(str(name))
+
+
 def add_mixed_precision(module: Any, patches: Patches) -> None:
     """Let the mode's name equal "bf16" when scripts compare it, until all is put back."""
+    from yaml.representer import Representer, SafeRepresenter
 
     def make(stock: Any) -> Any:
         def mixed_precision(self: Any) -> Any:
@@ -112,6 +115,10 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
             return stock(self)
 
         return mixed_precision
+
+    # Accelerate's tracker for TensorBoard writes what a script configures as YAML.
+    for each in (SafeRepresenter, Representer):
+        patches.add(each.yaml_representers, ModeName, _represent)
 
     if replace_property(patches, module.Accelerator, "mixed_precision", make):
         LIVING.restore()
@@ -171,7 +178,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         return result
 
 
-@_without_deepspeed
+@without_deepspeed
 def prepare_model(
     original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -197,7 +204,7 @@ def prepare_model(
         return prepared
 
 
-@_without_deepspeed
+@without_deepspeed
 def prepare_optimizer(
     original: Any, accelerator: Any, mode: str, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -207,7 +214,7 @@ def prepare_optimizer(
         return original(accelerator, optimizer, *args, **kwargs)
 
 
-@_without_deepspeed
+@without_deepspeed
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
     """The context of the wrapped forward, for modules that are called outside it."""
     from accelerate_bf16 import models
@@ -217,33 +224,6 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
     if "_bf16_compute" not in vars(accelerator):
         accelerator._bf16_compute = options_of(accelerator).recipe(mode).compute
     return models.autocast(accelerator, accelerator._bf16_compute, autocast_handler)
-
-
-@_without_deepspeed
-def clip_grad_norm_(
-    original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
-) -> Any:
-    """Clip by the fp32 norm, and leave the scaling to the step if possible."""
-    if norm_type != 2:
-        return original(accelerator, _to_write(accelerator, parameters), max_norm, norm_type)
-    import torch_bf16
-    from accelerate_bf16.optimizers import converted_optimizers
-
-    if max_norm == math.inf:
-        return _norm_alone(parameters)
-    if not accelerator.sync_gradients:
-        # A partial sum, different on each rank: only the norm of the whole sum may reach the step.
-        return torch_bf16.total_norm(parameters)
-    optimizers = converted_optimizers(accelerator._optimizers)
-    return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
-
-
-@_without_deepspeed
-def clip_grad_value_(
-    original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
-) -> Any:
-    """Clip what an earlier clip by the norm has left, and refuse gradients that were released."""
-    return original(accelerator, _to_write(accelerator, parameters), clip_value)
 
 
 @_in_our_modes
@@ -288,28 +268,6 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
     return result
 
 
-def _to_write(accelerator: Any, parameters: Any) -> list[Any]:
-    """Parameters whose gradients are about to be written: not released, and scaled by now."""
-    import torch_bf16
-
-    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    torch_bf16.refuse_released(parameters)
-    torch_bf16.scale_gradients(accelerator._optimizers)
-    return parameters
-
-
-def _norm_alone(parameters: Any) -> Any:
-    """The norm for the logs of a Trainer that does not clip; NaN for released gradients."""
-    import torch
-
-    import torch_bf16
-
-    try:
-        return torch_bf16.total_norm(parameters)
-    except NotImplementedError:
-        return torch.full((), math.nan)
-
-
 def _passes_per_step(accelerator: Any) -> int:
     """The number of backward passes per step; a Trainer's arguments win."""
     settings = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
@@ -323,10 +281,12 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     if _current is not None:
         yield _current
         return
+    from accelerate_bf16.models import unwrap_model
     from accelerate_bf16.monitoring import watch
+    from accelerate_bf16.optimizers import converted_optimizers, unwrap_optimizer
     from accelerate_bf16.preparation import Preparation
     from accelerate_bf16.recipe_options import options_of
-    from accelerate_bf16.report import show
+    from accelerate_bf16.report import Report
 
     _refuse(accelerator, mode)
     _current = Preparation(
@@ -335,6 +295,8 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         accelerator._optimizers,
         options_of(accelerator),
         list(_every_wrapped),
+        accelerator.__dict__.setdefault("_bf16_set_up", _Objects()),
+        accelerator.__dict__.setdefault("_bf16_matched", set()),
     )
     try:
         with Patches() as patches:
@@ -349,12 +311,10 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     finally:
         _current = None
     if accelerator.is_main_process:
-        # find_executable_batch_size prepares the same objects for each size that it tries.
-        shown = accelerator.__dict__.setdefault("_bf16_said", set())
-        for line in lines:
-            if line not in shown:
-                shown.add(line)
-                show(line)
+        optimizers = map(unwrap_optimizer, accelerator._optimizers)
+        held = [*optimizers, *converted_optimizers(accelerator._optimizers)]
+        held += map(unwrap_model, accelerator._models)
+        accelerator.__dict__.setdefault("_bf16_report", Report()).show(lines, held)
     if accelerator.log_with:
         watch(accelerator._optimizers)
 
@@ -377,15 +337,15 @@ def _fsdp_version(accelerator: Any) -> int | None:
 
 def _wrapped_models(accelerator: Any) -> Any:
     """The wrapped models; the accelerator's own list also has bare ones."""
-    return accelerator.__dict__.setdefault("_bf16_wrapped", _Models())
+    return accelerator.__dict__.setdefault("_bf16_wrapped", _Objects())
 
 
-class _Models(weakref.WeakSet):
-    """A set that does not keep its models alive, and that can be pickled with an Accelerator."""
+class _Objects(weakref.WeakSet):
+    """A set that keeps nothing in it alive, and that can be pickled with an Accelerator."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
 
 
-_every_wrapped = _Models()
+_every_wrapped = _Objects()
 """Those of all Accelerators, and those that an Accelerator has freed."""

@@ -24,6 +24,7 @@ __all__ = [
     "ask_options",
     "explain_choices",
     "export_mode",
+    "export_mode_to_sagemaker",
     "notebook_launcher",
     "test_command",
     "write_basic_config",
@@ -70,6 +71,18 @@ def export_mode(original: Any) -> Any:
             environment = result[1] if isinstance(result, tuple) else result
             environment[MODE_VARIABLE] = mode
         return result
+
+    return prepare
+
+
+def export_mode_to_sagemaker(original: Any) -> Any:
+    """Like :func:`export_mode`, in the environment of SageMaker's estimator."""
+
+    def prepare(config: Any, args: Any) -> Any:
+        estimator, inputs = original(config, args)
+        if mode := canonical(args.mixed_precision):
+            estimator["environment"][MODE_VARIABLE] = mode
+        return estimator, inputs
 
     return prepare
 

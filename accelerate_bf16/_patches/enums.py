@@ -10,7 +10,9 @@ from bf16_autoload import Patches
 __all__ = ["add_member"]
 
 
-def add_member(patches: Patches, enum: type[Enum], value: str) -> Any:
+def add_member(
+    patches: Patches, enum: type[Enum], value: str, unpickled_as: Enum | None = None
+) -> Any:
     """Add a member to an enum that mixes in ``str``, visible to every module that imported it.
 
     Works on Python 3.10 to 3.13, whose enums keep their members in the same maps.
@@ -19,6 +21,8 @@ def add_member(patches: Patches, enum: type[Enum], value: str) -> Any:
         patches: records the changes, to remove the member again.
         enum: the enum; mutated, unless it already has the value.
         value: the member's value, from which its name is made.
+        unpickled_as: a member that takes its place in what is unpickled where we are not installed,
+            which would be an error otherwise.
     """
     maps: Any = enum
     if value in maps._value2member_map_:
@@ -29,6 +33,9 @@ def add_member(patches: Patches, enum: type[Enum], value: str) -> Any:
     member._value_ = value
     member._sort_order_ = len(maps._member_names_)
     member.__objclass__ = enum
+    if unpickled_as is not None:
+        # Copies and pickles look it up on the member, not on the class.
+        member.__reduce_ex__ = lambda protocol: (getattr, (enum, name, unpickled_as))
     patches.append(maps._member_names_, name)
     # Set before the name is in the map: the metaclass forbids assigning to names in it.
     patches.set(enum, name, member)

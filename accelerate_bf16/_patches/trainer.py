@@ -43,7 +43,8 @@ OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode i
 def add_names(module: Any, patches: Patches) -> None:
     """Make :data:`OPTIMIZERS` members of ``OptimizerNames``."""
     for name in OPTIMIZERS:
-        add_member(patches, module.OptimizerNames, name)
+        # In training_args.bin, which save_model and push_to_hub share.
+        add_member(patches, module.OptimizerNames, name, module.OptimizerNames.ADAMW_TORCH)
 
 
 def get_optimizer_cls_and_kwargs(original: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,8 @@ def test_the_norm_is_fp32_and_the_step_takes_the_coefficient(prepared, limit):
     norm = accelerator.clip_grad_norm_(model.parameters(), limit)
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(exact, rel=1e-6)
+    left = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    assert float(left) == pytest.approx(min(exact, limit), rel=1e-6)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     wrapped.step()
     pairs = zip(model.parameters(), weights, strict=True)
@@ -114,16 +118,23 @@ def test_a_part_of_a_sum_leaves_no_coefficient_behind(make_accelerator, mode):
     model = nn.Linear(4, 4)
     _, wrapped = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     before = model.bias.detach().float()
-    norms = []
+    norms, warned = [], []
     # The second part takes back nearly all of the first, whose norm is above the limit.
     for value in (1.0, -0.875):
         with accelerator.accumulate(model):
             for p in model.parameters():
                 p.grad = torch.full_like(p, value) if p.grad is None else p.grad.add_(value)
-            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                norms += [float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
+                norms += [float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
+            warned += [(each.filename, str(each.message)) for each in caught]
             wrapped.step()
             wrapped.zero_grad()
-    assert norms == [pytest.approx(20**0.5 * value) for value in (1.0, 0.125)]
+    assert norms == [pytest.approx(20**0.5 * value) for value in (1.0, 1.0, 0.125, 0.125)]
+    ((file, message),) = warned
+    assert file == __file__
+    assert "Call it only if accelerator.sync_gradients, which clips the whole sum" in message
     assert torch.allclose(before - model.bias.float(), torch.tensor(0.125), rtol=0.05)
 
 

@@ -165,6 +165,11 @@ def test_keep_fp32_names_a_part_of_one_model_among_several(make_accelerator, mod
     accelerator.prepare(without, model, *optimizers)
     kept = [p.dtype for each in (reference, without, model) for p in each.parameters()]
     assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
+    accelerator.free_memory()
+    del model, optimizers
+    another = torch.nn.Linear(8, 8)
+    accelerator.prepare(another, torch.optim.SGD(another.parameters()))
+    assert another.weight.dtype == torch.bfloat16
 
 
 def test_keep_fp32_that_matches_nothing_is_refused_once_the_model_is_trained(make_accelerator):
@@ -195,17 +200,29 @@ def test_accumulate_sums_in_the_format_that_was_asked_for(make_accelerator, accu
     assert_summed(gradient, accumulate)
 
 
-@pytest.mark.parametrize("freed", [True, False])
-def test_an_optimizer_alone_gets_the_options_of_a_model_prepared_before(make_accelerator, freed):
-    """By the same Accelerator, which may have freed it, or by another one."""
+@pytest.mark.parametrize(
+    ("by", "kind"),
+    [
+        ("the same", torch_bf16.SGD),
+        ("one that freed it", torch.optim.SGD),
+        ("another", torch.optim.SGD),
+        ("another", torch_bf16.SGD),
+    ],
+)
+def test_an_optimizer_alone_gets_the_options_of_a_model_prepared_before(
+    make_accelerator, caplog, by, kind
+):
     handler = BF16RecipeKwargs(release_gradients=True, release_max_norm=1.0)
-    first = make_accelerator("bf16-stochastic", kwargs_handlers=[handler] if freed else [])
+    handlers = [handler] if by != "another" else []
+    second = first = make_accelerator("bf16-stochastic", kwargs_handlers=handlers)
     model = first.prepare(network())
-    if freed:
+    if by == "one that freed it":
         first.free_memory()
-    second = first if freed else make_accelerator(kwargs_handlers=[handler])
+    if by == "another":
+        second = make_accelerator(kwargs_handlers=[handler])
     before = [p.detach().float() for p in model.parameters()]
-    optimizer = second.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = second.prepare(kind(model.parameters(), lr=1.0))
+    assert sum("bytes per trained" in each.getMessage() for each in caplog.records) == 1
     second.backward(1000 * model(torch.ones(4, 8)).square().mean())
     optimizer.step()
     moved = [(p.detach() - old).norm() for p, old in zip(model.parameters(), before, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from enum import Enum
@@ -85,11 +86,14 @@ def test_members_are_added_to_any_string_enum_once_and_taken_out_again():
         return list(Colour), *map(dict, maps)
 
     before, patches = contents(), Patches()
-    blue = add_member(patches, Colour, "blue")
+    blue = add_member(patches, Colour, "blue", Colour.RED)
     assert add_member(patches, Colour, "blue") is blue is Colour("blue") is Colour.BLUE
     assert [each.value for each in Colour] == ["red", "blue"]
+    unpickle, parts = blue.__reduce_ex__(2)
+    assert copy.deepcopy(blue) is copy.copy(blue) is unpickle(*parts) is blue
     patches.undo()
     assert contents() == before
+    assert unpickle(*parts) is Colour.RED
     with pytest.raises(ValueError, match="'blue' is not a valid"):
         Colour("blue")
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from types import MethodType
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils import AutocastKwargs, find_executable_batch_size
 from foreign_cases import sparse_and_dense
 from torch import nn
 
 import accelerate_bf16
 import torch_bf16
+from accelerate_bf16 import BF16RecipeKwargs
 from accelerate_bf16.report import show
 
 
@@ -173,6 +176,29 @@ def test_an_unwrapped_model_and_its_parts_work(make_accelerator, mode, model, ba
         assert each.up(x).dtype == torch.float32
 
 
+@pytest.mark.parametrize(("late", "compute"), [(0, "autocast"), (0, "fp32"), (1, "autocast")])
+def test_hooks_that_come_and_go_leave_a_model_as_it_was(
+    make_accelerator, model, batches, late, compute
+):
+    """As ``dispatch_model`` adds them, before ``prepare`` or after it."""
+    options = BF16RecipeKwargs(compute=compute)
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[options])
+    plain, x = accelerator.prepare(copy.deepcopy(model)).eval(), batches[0][0]
+    if late:
+        accelerator.prepare(model)
+    for part in model.modules():
+        add_hook_to_module(part, ModelHook())
+    for _ in range(2):
+        accelerator.prepare(model.eval())
+    in_fp32 = copy.deepcopy(model).float()
+    assert torch.equal(in_fp32(x), copy.deepcopy(plain).float()(x))
+    assert type(in_fp32.up._old_forward) is MethodType
+    for _ in range(2):
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model.batch_norm(model.up(x)), plain.batch_norm(plain.up(x)))
+        remove_hook_from_submodules(model)
+
+
 def test_an_unwrapped_model_keeps_the_decorators_of_its_forward(make_accelerator, mode, batches):
     class Decorated(nn.Linear):
         @torch.no_grad()
@@ -238,9 +264,7 @@ def test_one_line_of_the_report_is_visible_by_default(make_accelerator, mode, mo
     assert "backend " in line
 
 
-def test_trying_batch_sizes_says_the_line_once_and_another_accelerator_again(
-    make_accelerator, mode, caplog
-):
+def test_trying_batch_sizes_says_the_line_once_and_equal_models_two(make_accelerator, mode, caplog):
     tried = []
 
     def attempts(accelerator):
@@ -259,8 +283,16 @@ def test_trying_batch_sizes_says_the_line_once_and_another_accelerator_again(
     assert tried[0] == 8
     assert tried[-1] <= 2
     assert len(caplog.records) == 1
-    attempts(make_accelerator(mode))
+    accelerator = make_accelerator(mode)
+    attempts(accelerator)
     assert len(caplog.records) == 2
+    # Beside the last one, which is still in use.
+    equal = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for _ in range(2):
+        accelerator.prepare(*equal, *(torch.optim.AdamW(each.parameters()) for each in equal))
+        assert len({each.getMessage() for each in caplog.records}) == 1
+        assert len(caplog.records) == 4
+        accelerator.free_memory()
 
 
 def test_the_line_names_a_recipe_that_is_not_the_modes(make_accelerator, model, caplog):

@@ -13,10 +13,12 @@ from transformers import Trainer, TrainingArguments
 import torch_bf16
 
 
-def prepared(make_accelerator, mode, model):
+def prepared(make_accelerator, mode, model, together=True):
     accelerator = make_accelerator(mode)
     optimizer = torch_bf16.AdamWScheduleFree(model.named_parameters(), lr=0.02, recipe=mode)
-    return accelerator, *accelerator.prepare(model, optimizer)
+    if together:
+        return accelerator, *accelerator.prepare(model, optimizer)
+    return accelerator, accelerator.prepare(model), accelerator.prepare(optimizer)
 
 
 def weights(model):
@@ -27,7 +29,7 @@ def test_validating_in_eval_mode_uses_the_average_and_changes_no_bit_of_the_run(
     make_accelerator, train, mode, model, batches
 ):
     other = copy.deepcopy(model)
-    runs = [prepared(make_accelerator, mode, each) for each in (model, other)]
+    runs = [prepared(make_accelerator, mode, each, each is other) for each in (model, other)]
     for half in (batches[:5], batches[5:10]):
         for accelerator, each, optimizer in runs:
             train(accelerator, each, optimizer, half)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from launching import launched_environment
 from small_model import Model
@@ -134,8 +135,11 @@ def test_the_mode_equals_bf16_where_scripts_ask_for_it(make_accelerator, mode):
     assert {"fp16": torch.float16, "bf16": torch.bfloat16}[name] == torch.bfloat16
     assert f"{name}" == str(name) == mode
     assert json.dumps({"mode": name}) == json.dumps({"mode": mode})
-    for copied in (pickle.loads(pickle.dumps(name)), copy.deepcopy(name)):
-        assert str(copied) == mode
+    assert copy.copy(name) is copy.deepcopy([name])[0] is name
+    for dumper in (yaml.Dumper, yaml.SafeDumper):
+        assert yaml.dump({"mode": name}, Dumper=dumper) == f"mode: {mode}\n"
+    # For where this package is not installed.
+    assert type(pickle.loads(pickle.dumps(name))) is str
     # A second one, as libraries make it.
     assert str(make_accelerator(name).mixed_precision) == mode
 
@@ -173,13 +177,27 @@ def test_parts_that_are_not_trained_get_the_dtype_of_stock_bf16(make_accelerator
     assert dtypes("bf16-stochastic", "unet") == dtypes("bf16", "unet")
 
 
-def test_the_launcher_exports_what_it_means():
+def test_the_launcher_exports_what_it_means(monkeypatch):
+    from accelerate.commands.config.config_args import SageMakerConfig
     from accelerate.commands.launch import launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    from accelerate.utils.launch import (
+        prepare_multi_gpu_env,
+        prepare_sagemager_args_inputs,
+        prepare_simple_launcher_cmd_env,
+    )
 
+    for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "")
+    config = SageMakerConfig(
+        compute_environment="AMAZON_SAGEMAKER", distributed_type="NO", mixed_precision="no",
+        use_cpu=False, debug=False, ec2_instance_type="ml.p3.2xlarge", iam_role_name="role",
+        profile="default",
+    )  # fmt: skip
     for mode, meant in (("bf16-fp32-master", "bf16-fp32-master"), ("bf16", None)):
         options = ["--mixed_precision", mode, "--num_processes", "1", "--dynamo_backend", "no"]
         arguments = launch_command_parser().parse_args([*options, "train.py"])
         arguments.num_machines, arguments.use_cpu = 1, True
         assert prepare_simple_launcher_cmd_env(arguments)[1].get("BF16_MODE") == meant
         assert prepare_multi_gpu_env(arguments).get("BF16_MODE") == meant
+        estimator, _ = prepare_sagemager_args_inputs(config, arguments)
+        assert estimator["environment"].get("BF16_MODE") == meant

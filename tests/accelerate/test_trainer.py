@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 
 import pytest
 import torch
@@ -211,6 +212,10 @@ def test_optim_alone_names_the_mode(make_trainer, optim):
     assert trainer.accelerator.mixed_precision == mode
     assert trainer.optimizer.optimizer.recipe == torch_bf16.get_recipe(mode)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    pickled, name = pickle.dumps(trainer.args), trainer.args.optim.name.encode()
+    assert pickle.loads(pickled).optim is trainer.args.optim
+    # As it is read where this package is not installed, and no such member is found.
+    assert pickle.loads(pickled.replace(name, b"?" * len(name))).optim == "adamw_torch"
 
 
 @by_the_arguments

@@ -31,6 +31,10 @@ def assert_moved(parameters, by):
 def test_clipping_counts_what_the_next_step_was_told_before(coefficient):
     parameters, optimizer = run()
     optimizer.scale_next_step(coefficient)
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.full((1,), 2.0)
+    asked = torch_bf16.total_norm([*parameters, other], optimizers=optimizer)
+    torch.testing.assert_close(asked, torch.tensor(8.0**0.5))
     for limit, norm in ((100.0, 2.0), (1.0, 2.0), (1.0, 1.0)):
         found = torch_bf16.clip_next_step(optimizer, limit)
         torch.testing.assert_close(found, torch.tensor(norm))
@@ -56,6 +60,8 @@ def test_gradients_can_be_scaled_now_and_then_written(coefficient):
 def test_only_optimizers_have_gradients_to_scale():
     with pytest.raises(ValueError, match="scale_gradients was given a Linear for an optimizer"):
         torch_bf16.scale_gradients(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="total_norm was given a Linear for an optimizer"):
+        torch_bf16.total_norm(nn.Parameter(torch.ones(1)), optimizers=nn.Linear(2, 2))
 
 
 def test_a_step_is_skipped_though_gradients_were_scaled_and_written():

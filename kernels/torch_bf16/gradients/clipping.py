@@ -8,7 +8,7 @@ as it reads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -45,12 +45,12 @@ _NO_OPTIMIZER = (
     "clip_next_step was given {} for an optimizer; give those that take the step, and what they "
     "clip as parameters="
 )
-_NOTHING_TO_SCALE = (
-    "scale_gradients was given {} for an optimizer; give those whose gradients were clipped"
-)
+_NO_CLIPPED = "{} was given {{}} for an optimizer; give those whose gradients were clipped"
 
 
-def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
+def total_norm(
+    parameters: Tensor | Iterable[Tensor], *, optimizers: Optimizer | Iterable[Optimizer] = ()
+) -> Tensor:
     """The 2-norm of all gradients together.
 
     torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %. Here squares
@@ -63,18 +63,26 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
     Args:
         parameters: parameters without a gradient are skipped; gradients are only read.
+        optimizers: what a clip or ``scale_next_step`` has left to their next steps counts as done;
+            also in a host's wrapper, and those of other libraries have nothing left to do.
 
     Returns:
         The norm: 0-d fp32 tensor on the gradients' device, not waited for; 0 without gradients.
 
     Raises:
-        ValueError: a gradient is sparse.
+        ValueError: a gradient is sparse, or one of ``optimizers`` is none.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
     Example:
         >>> norm = total_norm(model.parameters())
     """
-    return _norm(_as_list(parameters))
+    given = _as_list(optimizers, Optimizer, _NO_CLIPPED.format("total_norm"))
+    coefficients = [
+        (owned, pending.coefficient)
+        for owned, pending in _pending_in(given)
+        if not pending.is_stale(owned)
+    ]
+    return _norm_as_scaled({id(p): p for p in _as_list(parameters)}, coefficients)
 
 
 def _norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -263,15 +271,20 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
         >>> torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
         >>> optimizer.step()
     """
-    given = _as_list(optimizers, Optimizer, _NOTHING_TO_SCALE)
-    for optimizer in chain.from_iterable(map(held_optimizers, given)):
-        pending, parameters = optimizer._engine.pending, parameters_of(optimizer)
+    given = _as_list(optimizers, Optimizer, _NO_CLIPPED.format("scale_gradients"))
+    for parameters, pending in _pending_in(given):
         # Of gradients that are gone, the step warns.
         if pending.is_stale(parameters):
             continue
         pending.settle(parameters)
         _scale(parameters, pending.coefficient)
         pending.forget_coefficient()
+
+
+def _pending_in(optimizers: Iterable[Optimizer]) -> Iterator[tuple[list[Tensor], Pending]]:
+    """The parameters of each of our optimizers in these, and what is pending for its next step."""
+    for each in chain.from_iterable(map(held_optimizers, optimizers)):
+        yield parameters_of(each), each._engine.pending
 
 
 def _norm_as_scaled(

@@ -84,7 +84,8 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
     enters its own and returns fp32; within another forward, or under autocast to bf16, only what
     the whole model returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast
     inside an autocast to bf16. It removes itself once no parameter is bf16, after
-    ``model.float()``. Copies and pickles keep it, and need this package where they are loaded;
+    ``model.float()``. Hooks of Accelerate (``dispatch_model``) may come and go, before the call or
+    after it. Copies and pickles keep it, and need this package where they are loaded;
     state dicts do not contain it.
 
     Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
@@ -122,12 +123,32 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
     scripted = _called_by_scripts(model)
     whole = dict(model.named_children()).get("_orig_mod", model)  # what torch.compile traces
     for each in model.modules():
-        carried = each.__dict__.get("forward")
+        carried = own_forward(each)
         if isinstance(carried, CarriedForward):
             carried.compute, carried.autocast = compute, autocast
         elif id(each) not in scripted and _is_called(each) and _is_bf16(each):
-            each.__dict__["forward"] = CarriedForward(each, each is whole, compute, autocast)
+            carried = CarriedForward(each, each is whole, compute, autocast)
+            each.__dict__[place_of_forward(each)] = carried
     return model
+
+
+def place_of_forward(module: nn.Module) -> str:
+    """The attribute in which an instance keeps a ``forward`` of its own.
+
+    Below the hooks of Accelerate (``dispatch_model``): these call what they have found, and put it
+    back when they go.
+    """
+    hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
+    return "_old_forward" if hooked else "forward"
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The ``forward`` that an instance itself has; None if its class's is called."""
+    own = module.__dict__.get(place_of_forward(module))
+    # As hooks have found it; a CarriedForward looks like a method, too.
+    if type(own) is MethodType and own == type(module).forward.__get__(module):
+        return None
+    return own
 
 
 def check_scripted(model: nn.Module, compute: str) -> None:
@@ -183,7 +204,7 @@ class CarriedForward:
         self._whole = whole
         scripted = isinstance(module, torch.jit.ScriptModule)  # has no forward in its class
         # Otherwise compiled, or another library's.
-        self.own = module.forward if scripted else module.__dict__.get("forward")
+        self.own = module.forward if scripted else own_forward(module)
         self._module = weakref.ref(module)
 
     @property
@@ -338,16 +359,18 @@ def _blank() -> CarriedForward:
 
 def _carried_in(model: nn.Module) -> Iterator[tuple[nn.Module, CarriedForward]]:
     for each in model.modules():
-        carried = each.__dict__.get("forward")
+        carried = own_forward(each)
         if isinstance(carried, CarriedForward):
             yield each, carried
 
 
 def _remove_from(model: nn.Module) -> None:
     for each, carried in _carried_in(model):
-        del each.__dict__["forward"]
-        if carried.own is not None:
-            each.__dict__["forward"] = carried.own
+        place = place_of_forward(each)
+        if carried.own is None and place == "forward":
+            del each.__dict__["forward"]
+        else:
+            each.__dict__[place] = carried.__wrapped__
 
 
 def _to_bf16(tensor: Tensor) -> Tensor:

@@ -26,7 +26,14 @@ from torch_bf16.sharding import has_run, units
 from . import cast_modules
 from .autocast import fill_gaps, widen
 from .blended_weights import watch_blends
-from .carried_autocast import CarriedForward, called_through, carry_autocast, check_scripted
+from .carried_autocast import (
+    CarriedForward,
+    called_through,
+    carry_autocast,
+    check_scripted,
+    own_forward,
+    place_of_forward,
+)
 from .composite_operations import decompose_under_autocast
 from .foreign_averages import watch_averages
 from .gradient_hooks import NodeHooks
@@ -267,7 +274,7 @@ def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _compute_in_fp32(module: nn.Module) -> None:
-    own = module.__dict__.get("forward")
+    own = own_forward(module)
     # A carried forward stays outermost, as it does around a forward of another library.
     carried = own if isinstance(own, CarriedForward) else None
     own = own if carried is None else carried.own
@@ -275,7 +282,7 @@ def _compute_in_fp32(module: nn.Module) -> None:
         return
     forward = functools.partial(_forward_in_fp32, module, own)
     if carried is None:
-        module.forward = forward
+        module.__dict__[place_of_forward(module)] = forward
     else:
         carried.own = forward
 
