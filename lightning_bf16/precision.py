@@ -282,6 +282,19 @@ class PrecisionMixin(_Base):
         for optimizer in ours:
             torch_bf16.setup_gradients(module, optimizer, release)
 
+    def refuse_released(self, optimizer: Any) -> None:
+        """Refuse to clip gradients that this plugin has released, and name its options that do.
+
+        Raises:
+            NotImplementedError: the optimizer's gradients are gone.
+        """
+        if self.release is not None:
+            torch_bf16.refuse_released(
+                self.main_params(optimizer),
+                "Clip with BF16Precision(release_gradients=True, release_max_norm=..., "
+                "release_norm='parameter' or 'last_step') instead of here",
+            )
+
     def accumulation_steps(self) -> int:
         """The number of backward passes per released step."""
         return self.release_accumulation_steps or 1

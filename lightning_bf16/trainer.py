@@ -114,6 +114,7 @@ class TrainerMixin(PrecisionMixin):
         unclipped in memory. In manual optimization, where a step may be skipped, gradients are
         scaled in place.
         """
+        self.refuse_released(optimizer)
         trainer = self._trainer
         automatic = trainer is None or trainer.lightning_module.automatic_optimization
         if automatic and isinstance(optimizer, torch_bf16.BF16Optimizer):
@@ -123,7 +124,8 @@ class TrainerMixin(PrecisionMixin):
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         """Clip each element, as Lightning does; gradients that were released are refused."""
-        torch_bf16.refuse_released(self.main_params(optimizer))
+        self.refuse_released(optimizer)
+        torch_bf16.refuse_released(self.main_params(optimizer))  # by the program itself
         torch_bf16.scale_gradients(torch_bf16.held_optimizers(optimizer))
         super().clip_grad_by_value(optimizer, clip_val)
 

@@ -131,9 +131,10 @@ def clip_gradients(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = True,
 ) -> Any:
-    """Clip by the fp32 norm of the optimizer's gradients, over all ranks."""
+    """Clip by the fp32 2-norm of the optimizer's gradients, over all ranks; others are Fabric's."""
+    plugin.refuse_released(optimizer)
     if float(norm_type) != 2.0 or max_norm is None or clip_val is not None:
-        torch_bf16.refuse_released(plugin.main_params(optimizer))
+        torch_bf16.refuse_released(plugin.main_params(optimizer))  # by the program itself
         return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
     return torch_bf16.clip_grad_norm_(
         plugin.main_params(optimizer), max_norm, error_if_nonfinite=error_if_nonfinite

@@ -304,7 +304,9 @@ def test_a_step_by_hand_clips_no_gradients_that_were_released(pl, algorithm):
     module = make_module(pl, training_step=training_step)
     module.automatic_optimization = False
     trainer = make_trainer(pl, None, plugins=[plugin_of(pl, release_gradients=True)])
-    with pytest.raises(NotImplementedError, match=r"^the gradients were released inside backward"):
+    with pytest.raises(
+        NotImplementedError, match=r"^the gradients were .* BF16Precision\(release_"
+    ):
         trainer.fit(module, batches(1))
 
 
@@ -340,7 +342,9 @@ def test_fabric_clips_no_gradients_that_were_released(fabric_package, clip):
     model = torch.nn.Linear(4, 4)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     fabric.backward(model(torch.ones(2, 4)).sum())
-    with pytest.raises(NotImplementedError, match=r"^the gradients were released inside backward"):
+    with pytest.raises(
+        NotImplementedError, match=r"^the gradients were .* BF16Precision\(release_"
+    ):
         fabric.clip_gradients(model, optimizer, **clip)
 
 
