@@ -197,10 +197,8 @@ class PrecisionMixin(_Base):
 
     # Methods that the Trainer's connect and the patches of Fabric call.
 
-    def convert_optimizers(
-        self, optimizers: Iterable[Any], module: Module | None = None
-    ) -> list[torch_bf16.BF16Optimizer]:
-        """Convert the torch optimizers among ``optimizers`` in place, and return them.
+    def convert_optimizers(self, optimizers: Iterable[Any], module: Module | None = None) -> None:
+        """Convert the torch optimizers among ``optimizers`` in place.
 
         Args:
             optimizers: the optimizers that the host got, or objects that stand in for one.
@@ -253,19 +251,22 @@ class PrecisionMixin(_Base):
                 + ", but the parameters of your module are bf16 by now: create or load it again"
                 * cast
             ) from error
-        return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]
 
     def announce(self, optimizers: Iterable[Any]) -> None:
-        """Log a line for each converted optimizer that says what it trains and how."""
+        """Log a line for each optimizer of ours that says what it trains and how.
+
+        One that trains no converted module yet gets its line when Fabric sets one up.
+        """
         ours = [*chain(*map(torch_bf16.held_optimizers, optimizers))]
         for optimizer in ours:
-            module = self._owner(optimizer)
-            if module is not None:
+            own = torch_bf16.parameters_of(optimizer)
+            modules = [m for m in self._live_modules() if not {*own}.isdisjoint(m.parameters())]
+            if modules:
                 # Of several, each counts its own parameters; one counts the frozen ones, too.
-                own = (
-                    ParameterList(torch_bf16.parameters_of(optimizer)) if len(ours) > 1 else module
-                )
-                rank_zero_info(str(torch_bf16.describe(own, optimizer)))
+                described = [ParameterList(own)] if len(ours) > 1 else modules
+                # An optimizer of the user's knows nothing of what the plugin computes in.
+                found = replace(torch_bf16.describe(described, optimizer), compute=self.compute)
+                rank_zero_info(str(found))
 
     def setup_gradients(self, module: Module, optimizers: Iterable[Any]) -> None:
         """Set up reduction, accumulation and release of a module's gradients, once it is wrapped.

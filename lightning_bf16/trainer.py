@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
+from torch.optim import Optimizer
 
 import torch_bf16
 
@@ -44,6 +46,7 @@ class TrainerMixin(PrecisionMixin):
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
+    _trained: Collection[Any] = ()  # optimizers of this fit
     _own_seed: int | None = None
 
     def convert_module(self, module: Module) -> Module:
@@ -82,12 +85,24 @@ class TrainerMixin(PrecisionMixin):
         self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # these are the optimizers of an earlier fit
             return model, optimizers, lr_schedulers
-        converted = self.convert_optimizers(optimizers)
-        self.setup_gradients(model, optimizers)
-        if trainer is not None:
-            switch_modes(trainer, optimizers, self._train_modes)
-        self.announce(converted)
+        self._trained = ()
+        self.add_optimizers(model, optimizers)
         return model, optimizers, lr_schedulers
+
+    def add_optimizers(self, model: Module, optimizers: list[Any]) -> None:
+        """Convert optimizers, and set up the gradients and the train modes of what they train.
+
+        Args:
+            model: the module as wrapped by the strategy.
+            optimizers: optimizers of this fit; mutated.
+        """
+        self.convert_optimizers(optimizers)
+        self.setup_gradients(model, optimizers)
+        if self._trainer is not None:
+            switch_modes(self._trainer, optimizers, self._train_modes)
+        self.announce(optimizers)
+        known = (each for each in optimizers if isinstance(each, Optimizer))
+        self._trained = WeakSet([*self._trained, *known])
 
     def accumulation_steps(self) -> int:
         """The largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""
@@ -99,12 +114,9 @@ class TrainerMixin(PrecisionMixin):
         return max([trainer.accumulate_grad_batches, *every])
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Convert an optimizer that a hook created after ``connect``, before its first step."""
-        ready = isinstance(optimizer, torch_bf16.BF16Optimizer)
-        if not ready and not torch_bf16.held_optimizers(optimizer):
-            self.convert_optimizers([optimizer])
-            self.setup_gradients(model, [optimizer])
-            self.announce([optimizer])
+        """Add an optimizer that a hook created after ``connect``, before its first step."""
+        if isinstance(optimizer, Optimizer) and optimizer not in self._trained:
+            self.add_optimizers(model, [optimizer])
         return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -150,7 +162,7 @@ class TrainerMixin(PrecisionMixin):
     predict_step_context = _step_context("predict_step")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_outputs": None, "_trainer": None}
+        return {**super().__getstate__(), "_outputs": None, "_trainer": None, "_trained": ()}
 
 
 def _check_trainer(trainer: Any) -> None:
