@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class PrecisionMixin(_Base):
     # Precedes the precision classes of Fabric or of a Trainer in the bases.
 
     _advice = "Give it to fabric.setup or fabric.setup_optimizers"
+    _place = "fabric.strategy.precision"  # where programs find the plugin
 
     def __init__(
         self,
@@ -205,9 +206,10 @@ class PrecisionMixin(_Base):
             module: the module that owns their parameters, if it is not cast yet; it is cast, too.
 
         Raises:
-            NotImplementedError, ValueError: an optimizer cannot be converted; ``module`` is
-                unchanged.
+            NotImplementedError, ValueError: an optimizer cannot be converted, or was made with
+                another recipe; ``module`` is unchanged.
         """
+        optimizers = [*optimizers]
         # The hosts allow any object with a step method, and use a placeholder if there is no
         # optimizer.
         unconverted: list[Any] = [
@@ -220,6 +222,8 @@ class PrecisionMixin(_Base):
             and any(p.is_floating_point() for p in torch_bf16.parameters_of(each))
         ]
         try:
+            for each in chain.from_iterable(map(torch_bf16.held_optimizers, optimizers)):
+                self._refuse_another_recipe(each)
             own = [each for each in unconverted if module is not None and _owns(module, each)]
             owned = [(each, self._owner(each)) for each in unconverted if each not in own]
             others = [
@@ -238,7 +242,7 @@ class PrecisionMixin(_Base):
         except (NotImplementedError, ValueError) as error:
             cast = any(
                 p.dtype == torch.bfloat16
-                for each in unconverted
+                for each in optimizers
                 for p in torch_bf16.parameters_of(each)
             )
             # A ValueError is about an option, of the plugin or the optimizer, and says what works.
@@ -309,6 +313,29 @@ class PrecisionMixin(_Base):
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module, converted here, that has all parameters of an optimizer, or None."""
         return next((each for each in self._live_modules() if _owns(each, optimizer)), None)
+
+    def _refuse_another_recipe(self, optimizer: torch_bf16.BF16Optimizer) -> None:
+        """Raise ValueError if an optimizer was made with another recipe than the plugin casts by.
+
+        Its exact masters would start from rounded weights, or options of the plugin would be lost.
+        """
+        own, asked = optimizer.recipe, self.recipe
+        # A checkpoint may have brought another seed, and to what is fp32 no format applies.
+        keep = asked.keep_fp32 if {*own.keep_fp32} <= {*asked.keep_fp32} else own.keep_fp32
+        alike = torch_bf16.get_recipe(own, name=asked.name, seed=asked.seed, keep_fp32=keep)
+        if alike != asked:
+            differing = ", ".join(
+                f"{each.name} is {theirs!r} there and {ours!r} here"
+                for each in fields(asked)
+                if (theirs := getattr(alike, each.name)) != (ours := getattr(asked, each.name))
+                and each.compare
+            )
+            raise ValueError(
+                f"this {type(optimizer).__name__} was made with recipe {own.name!r}, and the "
+                f"plugin casts the module by {asked.name!r}: {differing}. Use one recipe for both: "
+                f"make the optimizer with recipe={self._place}.recipe, or of torch.optim, which is "
+                "converted; or give the plugin the optimizer's, BF16Precision(recipe)"
+            )
 
     def _live_modules(self) -> list[Module]:
         return [module for ref in self._modules if (module := ref()) is not None]

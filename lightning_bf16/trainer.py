@@ -41,6 +41,7 @@ class TrainerMixin(PrecisionMixin):
         "Return it from configure_optimizers, and step what self.optimizers() gives; before a run "
         "in another precision, call model.float()"
     )
+    _place = "self.trainer.precision_plugin"
     _train_modes: type[TrainModesMixin]
     _accumulation_scheduler: type
     _outputs: Fp32Outputs | None = None
