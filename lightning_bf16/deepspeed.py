@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +64,5 @@ class DeepSpeedMixin(_Base):
         self.carry_autocast(engine.module)
         rank_zero_info(str(torch_bf16.describe(engine.module, engine.optimizer.optimizer)))
 
-    def convert_optimizers(
-        self, optimizers: Iterable[Any], module: Module | None = None
-    ) -> list[torch_bf16.BF16Optimizer]:
-        """Convert nothing: :meth:`prepare_for_engine` has converted the only optimizer."""
-        return []
+    def add_optimizers(self, model: Module, optimizers: list[Any]) -> None:
+        """Do nothing: :meth:`prepare_for_engine` has converted the only optimizer."""

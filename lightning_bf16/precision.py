@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class PrecisionMixin(_Base):
     # Precedes the precision classes of Fabric or of a Trainer in the bases.
 
     _advice = "Give it to fabric.setup or fabric.setup_optimizers"
+    _place = "fabric.strategy.precision"  # where programs find the plugin
 
     def __init__(
         self,
@@ -197,19 +198,18 @@ class PrecisionMixin(_Base):
 
     # Methods that the Trainer's connect and the patches of Fabric call.
 
-    def convert_optimizers(
-        self, optimizers: Iterable[Any], module: Module | None = None
-    ) -> list[torch_bf16.BF16Optimizer]:
-        """Convert the torch optimizers among ``optimizers`` in place, and return them.
+    def convert_optimizers(self, optimizers: Iterable[Any], module: Module | None = None) -> None:
+        """Convert the torch optimizers among ``optimizers`` in place.
 
         Args:
             optimizers: the optimizers that the host got, or objects that stand in for one.
             module: the module that owns their parameters, if it is not cast yet; it is cast, too.
 
         Raises:
-            NotImplementedError, ValueError: an optimizer cannot be converted; ``module`` is
-                unchanged.
+            NotImplementedError, ValueError: an optimizer cannot be converted, or was made with
+                another recipe; ``module`` is unchanged.
         """
+        optimizers = [*optimizers]
         # The hosts allow any object with a step method, and use a placeholder if there is no
         # optimizer.
         unconverted: list[Any] = [
@@ -222,6 +222,8 @@ class PrecisionMixin(_Base):
             and any(p.is_floating_point() for p in torch_bf16.parameters_of(each))
         ]
         try:
+            for each in chain.from_iterable(map(torch_bf16.held_optimizers, optimizers)):
+                self._refuse_another_recipe(each)
             own = [each for each in unconverted if module is not None and _owns(module, each)]
             owned = [(each, self._owner(each)) for each in unconverted if each not in own]
             others = [
@@ -240,7 +242,7 @@ class PrecisionMixin(_Base):
         except (NotImplementedError, ValueError) as error:
             cast = any(
                 p.dtype == torch.bfloat16
-                for each in unconverted
+                for each in optimizers
                 for p in torch_bf16.parameters_of(each)
             )
             # A ValueError is about an option, of the plugin or the optimizer, and says what works.
@@ -253,19 +255,22 @@ class PrecisionMixin(_Base):
                 + ", but the parameters of your module are bf16 by now: create or load it again"
                 * cast
             ) from error
-        return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]
 
     def announce(self, optimizers: Iterable[Any]) -> None:
-        """Log a line for each converted optimizer that says what it trains and how."""
+        """Log a line for each optimizer of ours that says what it trains and how.
+
+        One that trains no converted module yet gets its line when Fabric sets one up.
+        """
         ours = [*chain(*map(torch_bf16.held_optimizers, optimizers))]
         for optimizer in ours:
-            module = self._owner(optimizer)
-            if module is not None:
+            own = torch_bf16.parameters_of(optimizer)
+            modules = [m for m in self._live_modules() if not {*own}.isdisjoint(m.parameters())]
+            if modules:
                 # Of several, each counts its own parameters; one counts the frozen ones, too.
-                own = (
-                    ParameterList(torch_bf16.parameters_of(optimizer)) if len(ours) > 1 else module
-                )
-                rank_zero_info(str(torch_bf16.describe(own, optimizer)))
+                described = [ParameterList(own)] if len(ours) > 1 else modules
+                # An optimizer of the user's knows nothing of what the plugin computes in.
+                found = replace(torch_bf16.describe(described, optimizer), compute=self.compute)
+                rank_zero_info(str(found))
 
     def setup_gradients(self, module: Module, optimizers: Iterable[Any]) -> None:
         """Set up reduction, accumulation and release of a module's gradients, once it is wrapped.
@@ -282,6 +287,19 @@ class PrecisionMixin(_Base):
         for optimizer in ours:
             torch_bf16.setup_gradients(module, optimizer, release)
 
+    def refuse_released(self, optimizer: Any) -> None:
+        """Refuse to clip gradients that this plugin has released, and name its options that do.
+
+        Raises:
+            NotImplementedError: the optimizer's gradients are gone.
+        """
+        if self.release is not None:
+            torch_bf16.refuse_released(
+                self.main_params(optimizer),
+                "Clip with BF16Precision(release_gradients=True, release_max_norm=..., "
+                "release_norm='parameter' or 'last_step') instead of here",
+            )
+
     def accumulation_steps(self) -> int:
         """The number of backward passes per released step."""
         return self.release_accumulation_steps or 1
@@ -295,6 +313,29 @@ class PrecisionMixin(_Base):
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module, converted here, that has all parameters of an optimizer, or None."""
         return next((each for each in self._live_modules() if _owns(each, optimizer)), None)
+
+    def _refuse_another_recipe(self, optimizer: torch_bf16.BF16Optimizer) -> None:
+        """Raise ValueError if an optimizer was made with another recipe than the plugin casts by.
+
+        Its exact masters would start from rounded weights, or options of the plugin would be lost.
+        """
+        own, asked = optimizer.recipe, self.recipe
+        # A checkpoint may have brought another seed, and to what is fp32 no format applies.
+        keep = asked.keep_fp32 if {*own.keep_fp32} <= {*asked.keep_fp32} else own.keep_fp32
+        alike = torch_bf16.get_recipe(own, name=asked.name, seed=asked.seed, keep_fp32=keep)
+        if alike != asked:
+            differing = ", ".join(
+                f"{each.name} is {theirs!r} there and {ours!r} here"
+                for each in fields(asked)
+                if (theirs := getattr(alike, each.name)) != (ours := getattr(asked, each.name))
+                and each.compare
+            )
+            raise ValueError(
+                f"this {type(optimizer).__name__} was made with recipe {own.name!r}, and the "
+                f"plugin casts the module by {asked.name!r}: {differing}. Use one recipe for both: "
+                f"make the optimizer with recipe={self._place}.recipe, or of torch.optim, which is "
+                "converted; or give the plugin the optimizer's, BF16Precision(recipe)"
+            )
 
     def _live_modules(self) -> list[Module]:
         return [module for ref in self._modules if (module := ref()) is not None]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
+from torch.optim import Optimizer
 
 import torch_bf16
 
@@ -39,11 +41,13 @@ class TrainerMixin(PrecisionMixin):
         "Return it from configure_optimizers, and step what self.optimizers() gives; before a run "
         "in another precision, call model.float()"
     )
+    _place = "self.trainer.precision_plugin"
     _train_modes: type[TrainModesMixin]
     _accumulation_scheduler: type
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
+    _trained: Collection[Any] = ()  # optimizers of this fit
     _own_seed: int | None = None
 
     def convert_module(self, module: Module) -> Module:
@@ -82,12 +86,24 @@ class TrainerMixin(PrecisionMixin):
         self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # these are the optimizers of an earlier fit
             return model, optimizers, lr_schedulers
-        converted = self.convert_optimizers(optimizers)
-        self.setup_gradients(model, optimizers)
-        if trainer is not None:
-            switch_modes(trainer, optimizers, self._train_modes)
-        self.announce(converted)
+        self._trained = ()
+        self.add_optimizers(model, optimizers)
         return model, optimizers, lr_schedulers
+
+    def add_optimizers(self, model: Module, optimizers: list[Any]) -> None:
+        """Convert optimizers, and set up the gradients and the train modes of what they train.
+
+        Args:
+            model: the module as wrapped by the strategy.
+            optimizers: optimizers of this fit; mutated.
+        """
+        self.convert_optimizers(optimizers)
+        self.setup_gradients(model, optimizers)
+        if self._trainer is not None:
+            switch_modes(self._trainer, optimizers, self._train_modes)
+        self.announce(optimizers)
+        known = (each for each in optimizers if isinstance(each, Optimizer))
+        self._trained = WeakSet([*self._trained, *known])
 
     def accumulation_steps(self) -> int:
         """The largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""
@@ -99,12 +115,9 @@ class TrainerMixin(PrecisionMixin):
         return max([trainer.accumulate_grad_batches, *every])
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Convert an optimizer that a hook created after ``connect``, before its first step."""
-        ready = isinstance(optimizer, torch_bf16.BF16Optimizer)
-        if not ready and not torch_bf16.held_optimizers(optimizer):
-            self.convert_optimizers([optimizer])
-            self.setup_gradients(model, [optimizer])
-            self.announce([optimizer])
+        """Add an optimizer that a hook created after ``connect``, before its first step."""
+        if isinstance(optimizer, Optimizer) and optimizer not in self._trained:
+            self.add_optimizers(model, [optimizer])
         return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -114,6 +127,7 @@ class TrainerMixin(PrecisionMixin):
         unclipped in memory. In manual optimization, where a step may be skipped, gradients are
         scaled in place.
         """
+        self.refuse_released(optimizer)
         trainer = self._trainer
         automatic = trainer is None or trainer.lightning_module.automatic_optimization
         if automatic and isinstance(optimizer, torch_bf16.BF16Optimizer):
@@ -123,7 +137,8 @@ class TrainerMixin(PrecisionMixin):
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         """Clip each element, as Lightning does; gradients that were released are refused."""
-        torch_bf16.refuse_released(self.main_params(optimizer))
+        self.refuse_released(optimizer)
+        torch_bf16.refuse_released(self.main_params(optimizer))  # by the program itself
         torch_bf16.scale_gradients(torch_bf16.held_optimizers(optimizer))
         super().clip_grad_by_value(optimizer, clip_val)
 
@@ -148,7 +163,7 @@ class TrainerMixin(PrecisionMixin):
     predict_step_context = _step_context("predict_step")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_outputs": None, "_trainer": None}
+        return {**super().__getstate__(), "_outputs": None, "_trainer": None, "_trained": ()}
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 import torch_bf16
 from lightning_bf16.deepspeed import DeepSpeedMixin
@@ -18,9 +20,17 @@ from .private_attributes import validate_setup
 
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
-_wrapped: WeakSet[Module] = WeakSet()
-_optimizers: WeakSet[Optimizer] = WeakSet()
-"""Modules and optimizers that were set up apart, in either order."""
+
+class _SetUp:
+    """What a plugin's Fabric has set up, together or apart, in whatever order."""
+
+    def __init__(self) -> None:
+        # The user's own module by the one that is called; by identity, as some compare elements.
+        self.modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
+
+
+_set_up: WeakKeyDictionary[Any, _SetUp] = WeakKeyDictionary()
 
 
 def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -47,24 +57,18 @@ def setup(
     validate_setup(fabric, module, optimizers)
     bare_module = getattr(module, "_orig_mod", module)
     # Optimizers first, so that they are refused before anything is cast.
-    converted = plugin.convert_optimizers(optimizers, bare_module)
+    plugin.convert_optimizers(optimizers, bare_module)
     plugin.convert_module(bare_module)
     result = original(module, *optimizers, **options)
-    wrapped = (result[0] if optimizers else result)._forward_module
-    plugin.sync_masters(wrapped, fabric.strategy)
-    plugin.setup_gradients(wrapped, optimizers)
-    torch_bf16.follow(bare_module, *optimizers)
-    plugin.announce(converted)
+    _add_module(fabric, plugin, result[0] if optimizers else result, optimizers)
     return result
 
 
 @_with_our_plugins
 def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options: Any) -> Any:
-    """Remember the wrapped module, so that its gradients can be summed or released."""
+    """Let optimizers that were set up before sum or release the module's gradients."""
     result = original(*args, **options)
-    plugin.sync_masters(result._forward_module, fabric.strategy)
-    _wrapped.add(result._forward_module)
-    plugin.announce(_pair(plugin, [result._forward_module], _optimizers))
+    _add_module(fabric, plugin, result)
     return result
 
 
@@ -72,24 +76,43 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
 def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) -> Any:
     """Convert the optimizers before Fabric wraps them."""
     validate_setup(fabric, None, optimizers)
-    converted = plugin.convert_optimizers(optimizers)
-    _optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
-    _pair(plugin, _wrapped, optimizers)
-    plugin.announce(converted)
+    plugin.convert_optimizers(optimizers)
+    known = _set_up.setdefault(plugin, _SetUp())
+    known.optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
+    for wrapped, bare in [*known.modules.items()]:
+        if own := _trained(wrapped, optimizers):
+            _connect(plugin, wrapped, bare(), own)
+    plugin.announce(optimizers)
     return original(*optimizers)
 
 
-def _pair(plugin: Any, modules: Iterable[Module], optimizers: Iterable[Any]) -> list[Any]:
-    """Set up gradients and train modes of modules that have optimizers; returns the optimizers."""
-    paired: list[Any] = []
-    for module in modules:
-        trained = set(module.parameters())
-        own = [e for e in optimizers if not trained.isdisjoint(torch_bf16.parameters_of(e))]
-        if own:
-            plugin.setup_gradients(module, own)
-            torch_bf16.follow(module, *own)
-            paired += own
-    return paired
+def _add_module(fabric: Any, plugin: Any, module: Any, optimizers: Iterable[Any] = ()) -> None:
+    """Set up the gradients of a module that Fabric has wrapped, and of its optimizers so far.
+
+    ``optimizers``, set up with the module, take over from earlier ones of the same parameters.
+    """
+    wrapped, bare = module._forward_module, getattr(module.module, "_orig_mod", module.module)
+    plugin.sync_masters(wrapped, fabric.strategy)
+    known = _set_up.setdefault(plugin, _SetUp())
+    known.modules[wrapped] = ref(bare)
+    taken = {*chain(*map(torch_bf16.parameters_of, optimizers))}
+    earlier = [e for e in known.optimizers if taken.isdisjoint(torch_bf16.parameters_of(e))]
+    known.optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
+    own = [*optimizers, *_trained(wrapped, earlier)]
+    _connect(plugin, wrapped, bare, own)
+    plugin.announce(own)
+
+
+def _trained(module: Module, optimizers: Iterable[Any]) -> list[Any]:
+    """The optimizers that train a parameter of a module."""
+    own = set(module.parameters())
+    return [e for e in optimizers if not own.isdisjoint(torch_bf16.parameters_of(e))]
+
+
+def _connect(plugin: Any, wrapped: Module, bare: Module | None, optimizers: list[Any]) -> None:
+    """Set up the gradients and the train modes of a module and its optimizers."""
+    plugin.setup_gradients(wrapped, optimizers)
+    torch_bf16.follow(wrapped if bare is None else bare, *optimizers)
 
 
 @_with_our_plugins
@@ -131,9 +154,10 @@ def clip_gradients(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = True,
 ) -> Any:
-    """Clip by the fp32 norm of the optimizer's gradients, over all ranks."""
+    """Clip by the fp32 2-norm of the optimizer's gradients, over all ranks; others are Fabric's."""
+    plugin.refuse_released(optimizer)
     if float(norm_type) != 2.0 or max_norm is None or clip_val is not None:
-        torch_bf16.refuse_released(plugin.main_params(optimizer))
+        torch_bf16.refuse_released(plugin.main_params(optimizer))  # by the program itself
         return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
     return torch_bf16.clip_grad_norm_(
         plugin.main_params(optimizer), max_norm, error_if_nonfinite=error_if_nonfinite

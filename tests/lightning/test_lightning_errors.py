@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from foreign_cases import sparse_and_dense
-from lightning_models import batches, host, make_module, make_trainer
+from lightning_models import FABRICS, TRAINERS, batches, host, make_module, make_trainer
 
 import lightning_bf16
 import torch_bf16
@@ -97,6 +97,38 @@ def test_a_wrapper_around_an_optimizer_trains_by_the_advice_of_its_refusal(pl, m
     module = make_module(pl, configure_optimizers=advised)
     make_trainer(pl, mode).fit(module, batches(2))
     assert module.net[0].weight.dtype == torch.bfloat16
+
+
+OTHERS = [
+    ("bf16-stochastic", "bf16-fp32-master", {}, r"weights is 'bf16\+16' there and 'bf16_st"),
+    ("bf16-fp32-master", "bf16-stochastic", {}, "exp_avg is 'bf16_nearest' there and 'fp32'"),
+    ("bf16-stochastic", "bf16-stochastic", {"keep_fp32": ("net",)}, r"keep_fp32 is \('net',\)"),
+]
+
+
+@pytest.mark.parametrize(("mode", "recipe", "options", "said"), OTHERS)
+def test_an_optimizer_that_was_made_with_another_recipe_is_refused(mode, recipe, options, said):
+    """Its masters would start from rounded weights, or what the plugin was asked for be lost."""
+
+    def configure_optimizers(self):
+        own = torch_bf16.get_recipe(recipe, **options)
+        return torch_bf16.AdamW(self.parameters(), recipe=own)
+
+    module = make_module(host(TRAINERS[0]), configure_optimizers=configure_optimizers)
+    advice = r".* recipe=self\.trainer\.precision_plugin\.recipe, .*by now: create or load it again"
+    said = f"^precision='{mode}': this AdamW was made with recipe '{recipe}'.* {said}"
+    with pytest.raises(ValueError, match=said + advice):
+        make_trainer(host(TRAINERS[0]), mode).fit(module, batches(1))
+
+    net = torch.nn.Linear(4, 4)
+    optimizer = configure_optimizers(net)
+    fabric = host(FABRICS[0]).Fabric(accelerator="cpu", precision=mode)
+    with pytest.raises(ValueError, match=said + r".* recipe=fabric\..*Nothing was trained$"):
+        fabric.setup(net, optimizer)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    fabric.setup_module(net)
+    with pytest.raises(ValueError, match=said):
+        fabric.setup_optimizers(optimizer)
 
 
 @pytest.mark.parametrize("plugin_given", [False, True], ids=["by-name", "by-plugin"])

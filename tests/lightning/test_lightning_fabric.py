@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import pytest
 import torch
@@ -184,6 +185,19 @@ def test_keep_fp32_names_a_part_of_one_module_among_several(fabric_package, mode
     fabric.setup(without, optimizers[1])
     kept = [p.dtype for each in (without, model) for p in each.parameters()]
     assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
+
+
+def test_one_line_counts_all_modules_of_an_optimizer(fabric, mode, caplog):
+    models, scale = [network(), network()], torch.nn.Parameter(torch.ones(()))
+    every = [*models[0].parameters(), *models[1].parameters(), scale]
+    optimizer = torch.optim.AdamW(every)
+    with caplog.at_level(logging.INFO):
+        for each in models:
+            fabric.setup(each)
+        fabric.setup_optimizers(optimizer)
+    (line,) = [r.getMessage() for r in caplog.records if "per trained parameter" in r.getMessage()]
+    count = sum(p.numel() for p in every) - 1
+    assert line.startswith(f"{mode}: {count} parameters ({count} bfloat16)")
 
 
 def test_other_precisions_of_fabric_are_left_alone(fabric_package, fabric):

@@ -56,11 +56,15 @@ def test_every_logged_step_has_the_metrics_of_each_layer(pl, mode, logged):
             assert all(metrics[f"bf16/survived/{layer}"] == 1 for layer in layers)
 
 
+def trainer_with(*optimizers):
+    return SimpleNamespace(optimizers=[*optimizers], precision_plugin=None)
+
+
 def test_a_refused_monitor_leaves_none_on_other_optimizers(pl, mode):
     models = [torch_bf16.cast_model(torch.nn.Linear(4, 4), mode) for _ in range(2)]
     first, second = (torch_bf16.AdamW(each.parameters(), recipe=mode) for each in models)
     torch_bf16.release_gradients(models[1], second)
-    monitor, trainer = monitor_of(pl), SimpleNamespace(optimizers=[first, second])
+    monitor, trainer = monitor_of(pl), trainer_with(first, second)
     with pytest.raises(ValueError, match="gradients are released"):
         monitor.on_train_start(trainer, None)
     monitor.on_exception(trainer, None, None)
@@ -75,9 +79,33 @@ def test_an_optimizer_inside_another_is_watched(pl, mode):
 
     model = torch_bf16.cast_model(torch.nn.Linear(4, 4), mode)
     ours = torch_bf16.AdamW(model.parameters(), recipe=mode)
-    monitor, trainer = monitor_of(pl), SimpleNamespace(optimizers=[Around(ours)])
+    monitor, trainer = monitor_of(pl), trainer_with(Around(ours))
     monitor.on_train_start(trainer, None)
     assert len(ours.observers) == 1
+
+
+def test_of_several_optimizers_each_is_measured_at_logged_steps_alone(pl, mode):
+    measured = {}
+
+    def configure_optimizers(self):
+        first, *_, last = self.net
+        return [torch.optim.SGD(each.parameters(), lr=1.0) for each in (first, last)]
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch[0]).square().mean())
+            optimizer.step()
+
+    def log_dict(self, metrics, **_):
+        measured[self.trainer.fit_loop.batch_idx] = {name.split("/")[1] for name in metrics}
+
+    hooks = [configure_optimizers, training_step, log_dict]
+    module = make_module(pl, **{each.__name__: each for each in hooks})
+    module.automatic_optimization = False
+    trainer = make_trainer(pl, mode, callbacks=[monitor_of(pl)], log_every_n_steps=2)
+    trainer.fit(module, batches(5))
+    assert measured == {batch: {"optimizer_0", "optimizer_1"} for batch in (1, 3)}
 
 
 def test_an_interval_of_its_own(pl, mode, logged):
@@ -87,6 +115,13 @@ def test_an_interval_of_its_own(pl, mode, logged):
     assert min(norms) == 4
     assert len({norms[step] for step in range(4, 9)}) == 1
     assert norms[9] != norms[8]
+
+
+def test_a_run_that_releases_gradients_is_told_that_it_has_no_figures(pl, monkeypatch):
+    monkeypatch.setenv("BF16_RELEASE_GRADIENTS", "1")
+    trainer = make_trainer(pl, "bf16-stochastic", callbacks=[monitor_of(pl)])
+    with pytest.warns(UserWarning, match=r"logs nothing .*BF16Precision\(release_gradients=True\)"):
+        trainer.fit(make_module(pl), batches(2))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

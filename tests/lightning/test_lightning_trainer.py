@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from lightning_models import batches, host, loader, make_module, make_trainer
+from lightning_models import MODES, TRAINERS, batches, host, loader, make_module, make_trainer
 from torch import nn
 from torch.nn import functional as F
 
@@ -213,9 +213,11 @@ def test_a_module_without_optimizer_and_one_with_our_own_are_left_alone(pl):
     module = make_module(pl, configure_optimizers=none)
     with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
         make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
-    trainer = make_trainer(pl, "bf16-stochastic")
+    # Neither its seed nor what the plugin keeps in fp32 is a matter of its formats.
+    plugin = _plugin_class(pl)("bf16-fp32-master", keep_fp32=["net.3"], seed=7)
+    trainer = make_trainer(pl, plugins=[plugin])
     trainer.fit(make_module(pl, configure_optimizers=own), batches(1))
-    assert trainer.optimizers[0].recipe.name == "bf16-fp32-master"
+    assert trainer.optimizers[0].recipe == torch_bf16.get_recipe("bf16-fp32-master")
 
 
 def test_lean_compute_casts_inputs_and_runs_without_autocast(pl):
@@ -231,13 +233,43 @@ def test_lean_compute_casts_inputs_and_runs_without_autocast(pl):
     assert seen == [(torch.bfloat16, torch.bfloat16, False)]
 
 
-def test_one_line_tells_what_is_trained_how(pl, mode, caplog):
+def plain(self):
+    return torch.optim.AdamW(self.parameters())
+
+
+def of_ours(self):
+    return torch_bf16.AdamW(self.parameters(), recipe=self.trainer.precision_plugin.mode)
+
+
+def converted(self):
+    return torch_bf16.convert(plain(self), self.trainer.precision_plugin.recipe, model=self)
+
+
+# Each mode and each package with some: no line depends on either.
+@pytest.mark.parametrize(
+    ("package", "mode", "made", "late"),
+    [
+        (TRAINERS[0], MODES[0], plain, False),
+        (TRAINERS[1], MODES[1], plain, True),
+        (TRAINERS[0], MODES[1], of_ours, False),
+        (TRAINERS[1], MODES[0], of_ours, True),
+        (TRAINERS[0], MODES[0], converted, False),
+    ],
+)
+def test_one_line_tells_what_is_trained_how(package, mode, made, late, caplog):
+    def on_train_start(self):
+        if late:
+            self.trainer.strategy.optimizers = [made(self)]
+
+    pl = host(package)
+    module = make_module(pl, configure_optimizers=made, on_train_start=on_train_start)
+    plugin = _plugin_class(pl)(mode, compute="fp32")
     with caplog.at_level(logging.INFO):
-        make_trainer(pl, mode).fit(make_module(pl), batches(1))
-    name = torch_bf16.get_recipe(mode).name
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith(name)]
-    assert len(lines) == 1
-    assert "bytes per trained parameter" in lines[0]
+        make_trainer(pl, plugins=[plugin]).fit(module, batches(2))
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith(mode)]
+    assert len(lines) == 1 + late
+    assert all("bytes per trained parameter" in each for each in lines)
+    assert all("computes in fp32" in each for each in lines)
 
 
 def test_of_several_optimizers_each_says_what_it_trains(pl, caplog):

@@ -41,6 +41,9 @@ _NO_PARAMETER = (
     "gradients of {} were asked for; give parameters, for example model.parameters(). "
     "clip_next_step(optimizer, max_norm) clips those of an optimizer"
 )
+_ADVICE = (
+    "Clip with release_gradients(model, optimizer, max_norm=..., norm='parameter' or 'last_step')"
+)
 _NO_OPTIMIZER = (
     "clip_next_step was given {} for an optimizer; give those that take the step, and what they "
     "clip as parameters="
@@ -94,13 +97,14 @@ def _norm(parameters: Sequence[Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
-def refuse_released(parameters: Tensor | Iterable[Tensor]) -> None:
+def refuse_released(parameters: Tensor | Iterable[Tensor], advice: str = _ADVICE) -> None:
     """Refuse to clip gradients that were released: it would do nothing, without an error.
 
     :func:`total_norm` and what clips by it call this themselves.
 
     Args:
         parameters: parameters whose gradients are to be clipped, in any way.
+        advice: what clips them instead; ends the message. A host's plugin names its own options.
 
     Raises:
         NotImplementedError: none of them has a gradient any more, and some were released.
@@ -111,9 +115,8 @@ def refuse_released(parameters: Tensor | Iterable[Tensor]) -> None:
     parameters = _as_list(parameters)
     if any(id(p) in released for p in parameters) and all(p.grad is None for p in parameters):
         raise NotImplementedError(
-            "the gradients were released inside backward(), so that nothing is left to clip. Clip "
-            "with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "
-            "'last_step')"
+            "the gradients were released inside backward(), so that nothing is left to clip. "
+            f"{advice}"
         )
 
 

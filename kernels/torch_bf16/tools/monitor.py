@@ -101,7 +101,8 @@ class UpdateMonitor:
         if optimizer._engine.release is not None:
             raise ValueError(
                 "the optimizer's steps run inside the backward pass, one parameter at a time: its "
-                "gradients are released. remove() the release to watch whole steps"
+                "gradients are released. Leave the release out to watch whole steps, or end it: "
+                "remove() of what release_gradients returned"
             )
         for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
             if (name, number) != ("every", None) and (not isinstance(number, int) or number < 1):
