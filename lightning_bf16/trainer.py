@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
@@ -47,7 +46,7 @@ class TrainerMixin(PrecisionMixin):
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
-    _trained: Collection[Any] = ()  # optimizers of this fit
+    _trained: Sequence[Any] = ()  # optimizers of this fit, or of the last one
     _own_seed: int | None = None
 
     def convert_module(self, module: Module) -> Module:
@@ -86,8 +85,10 @@ class TrainerMixin(PrecisionMixin):
         self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # these are the optimizers of an earlier fit
             return model, optimizers, lr_schedulers
-        self._trained = ()
+        earlier, self._trained = self._trained, []
         self.add_optimizers(model, optimizers)
+        # The strategy has let go of them already, and the new ones start from their masters.
+        del earlier
         return model, optimizers, lr_schedulers
 
     def add_optimizers(self, model: Module, optimizers: list[Any]) -> None:
@@ -102,8 +103,8 @@ class TrainerMixin(PrecisionMixin):
         if self._trainer is not None:
             switch_modes(self._trainer, optimizers, self._train_modes)
         self.announce(optimizers)
-        known = (each for each in optimizers if isinstance(each, Optimizer))
-        self._trained = WeakSet([*self._trained, *known])
+        known = [each for each in optimizers if isinstance(each, Optimizer)]
+        self._trained = [*self._trained, *known]
 
     def accumulation_steps(self) -> int:
         """The largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 
@@ -57,8 +58,31 @@ def test_the_learning_rate_finder_leaves_weights_and_masters_as_they_were(pl, mo
     assert module.lr == found.suggestion()
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter, before[name].bfloat16(), rtol=0, atol=0)
+    module.on_train_start = functools.partial(assert_exact, module, before)
     trainer.fit(module)
     assert isinstance(module.made[0], torch_bf16.AdamW)
+
+
+def assert_exact(module, expected):
+    """What a new fit starts from, where the mode keeps it."""
+    optimizer = module.trainer.optimizers[0]
+    for name, parameter in module.named_parameters():
+        if "remainder16" in optimizer.recipe.format_of("weights", parameter.shape).plane_names(""):
+            assert torch.equal(optimizer.exact_weight(parameter), expected[name])
+
+
+def test_another_fit_starts_from_the_masters_of_the_last_one(pl, mode):
+    module = module_with_hyperparameters(pl)
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module)
+    optimizer = trainer.optimizers[0]
+    ended = {name: optimizer.exact_weight(p).clone() for name, p in module.named_parameters()}
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in ended.values())
+    del optimizer
+    module.made.clear()
+    module.on_train_start = functools.partial(assert_exact, module, ended)
+    trainer.fit_loop.max_epochs *= 2
+    trainer.fit(module)
 
 
 def test_the_batch_size_finder_finds_what_it_finds_in_32_true(pl, mode, tmp_path):

@@ -80,11 +80,11 @@ def total_norm(
         >>> norm = total_norm(model.parameters())
     """
     given = _as_list(optimizers, Optimizer, _NO_CLIPPED.format("total_norm"))
-    coefficients = [
-        (owned, pending.coefficient)
-        for owned, pending in _pending_in(given)
-        if not pending.is_stale(owned)
-    ]
+    coefficients = []
+    for owned, pending in _pending_in(given):
+        if not pending.is_stale(owned):
+            pending.settle(owned)
+            coefficients.append((owned, pending.coefficient))
     return _norm_as_scaled({id(p): p for p in _as_list(parameters)}, coefficients)
 
 
