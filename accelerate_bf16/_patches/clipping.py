@@ -10,6 +10,12 @@ from .accelerator import without_deepspeed
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
+_TO_CLIP = (
+    "Clip by BF16_RELEASE_MAX_NORM=1.0 or BF16RecipeKwargs(release_gradients=True, "
+    "release_max_norm=1.0), each parameter alone or by the last step's norm, and switch off the "
+    "script's own clipping: --max_grad_norm 0 in many"
+)
+
 
 @without_deepspeed
 def clip_grad_norm_(
@@ -21,9 +27,11 @@ def clip_grad_norm_(
     import torch_bf16
     from accelerate_bf16.optimizers import converted_optimizers
 
+    parameters = _listed(parameters)
     optimizers = converted_optimizers(accelerator._optimizers)
     if max_norm == math.inf:
         return _norm_alone(parameters, optimizers)
+    torch_bf16.refuse_released(parameters, _TO_CLIP)
     if not accelerator.sync_gradients:
         # A partial sum, different on each rank: only the norm of the whole sum may reach the step.
         _warn_of_a_part(accelerator, mode)
@@ -43,10 +51,14 @@ def _to_write(accelerator: Any, parameters: Any) -> list[Any]:
     """Parameters whose gradients are about to be written: not released, and scaled by now."""
     import torch_bf16
 
-    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    torch_bf16.refuse_released(parameters)
+    parameters = _listed(parameters)
+    torch_bf16.refuse_released(parameters, _TO_CLIP)
     torch_bf16.scale_gradients(accelerator._optimizers)
     return parameters
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if hasattr(parameters, "grad") else list(parameters)
 
 
 def _warn_of_a_part(accelerator: Any, mode: str) -> None:
