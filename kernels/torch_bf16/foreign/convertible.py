@@ -259,8 +259,11 @@ def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     # around it that is not so, though functools.wraps may have copied the scheduler's mark.
     own = getattr(step, "__wrapped__", None) is type(optimizer).step
     if not own or not hasattr(step, "_wrapped_by_lr_sched"):
+        replaced_by = getattr(step, "__qualname__", type(step).__name__)
         raise NotImplementedError(
-            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which "
-            "would go on running the old update; convert the optimizer first, replace its step then"
+            f"the step method of this {type(optimizer).__name__} was replaced by {replaced_by}, "
+            "which would go on running the old update. If it rounds or releases by itself, leave "
+            "it out: the converted optimizer does both. If it wraps the step, convert first and "
+            "wrap the step then"
         )
     return True
