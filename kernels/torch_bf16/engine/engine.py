@@ -97,6 +97,7 @@ class Engine:
         pending: how the next step is to be scaled, or whether it is to be skipped.
         plan: the plan of the last step.
         setting: the setting that the plan was made for.
+        overview: what the plans of the present step share; see :mod:`torch_bf16.optim.overview`.
         snapshots: versions, dtypes and shapes of parameters after the last step.
         captured: plans that CUDA graphs refer to; kept alive for them.
         accumulation: how gradients are summed, if not by torch.
@@ -200,6 +201,7 @@ class Engine:
         self.pending = Pending()
         self.plan: Plan | None = None
         self.setting: Setting | None = None
+        self.overview: Any = None
         self.snapshots: dict[Tensor, Snapshot] = {}
         self._shown: tuple[int, ...] = ()
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
@@ -207,10 +209,13 @@ class Engine:
     def settle(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> Setting:
         """The current setting: the same object for as long as nothing in it changes.
 
+        Called once when a step begins.
+
         Args:
             fixed: what else decides how parameters step; compared by ``==``.
             groups: the optimizer's parameter groups.
         """
+        self.overview = None
         last, setting = self.setting, Setting.of(fixed, groups, self.setting)
         if setting is not last:
             self.setting = setting

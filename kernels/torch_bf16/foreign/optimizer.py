@@ -183,6 +183,7 @@ class ForeignOptimizer(BF16Optimizer):
         """Working copies, whose states are stored; those of idle ones only if a step moves them."""
         self.recipe = get_recipe(self.recipe)
         engine, members, changes = self._engine, [], Changes()
+        engine.overview = None
         for shard, number, label in collect(self, parameters):
             with prefix_errors(label):
                 gathers = self._gathers(shard, number)
