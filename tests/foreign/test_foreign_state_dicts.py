@@ -215,3 +215,38 @@ def test_what_a_class_adds_to_its_state_dict_is_saved_and_loaded(bases):
     assert all(
         map(torch.equal, map(bits, runs[0][0].parameters()), map(bits, runs[1][0].parameters()))
     )
+
+
+class Codes(torch.optim.Optimizer):
+    """Keeps its momentum in codes, under the name of a number that recipes have formats for."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.full_like(p, 128, dtype=torch.uint8)
+            blend = 0.9 * (state["exp_avg"].float() - 128) + 12.0 * p.grad.sign()
+            state["exp_avg"] = (blend.round() + 128).to(torch.uint8)
+            p.sub_(blend, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("moment", ["fp32", "bf16_stochastic", "int8"])
+def test_codes_of_the_classes_own_stay_codes(moment):
+    recipe = torch_bf16.Recipe("codes", weights="bf16+16", exp_avg=moment)
+    fp32, reference = make_run(Codes, None)
+    model, optimizer = make_run(Codes, recipe)
+    for run in ((fp32, reference), (model, optimizer)):
+        train(*run, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, optimizer = make_run(Codes, recipe, seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for run in ((fp32, reference), (model, optimizer)):
+        train(*run, range(3, 6))
+    assert all(map(torch.equal, exact_weights(model, optimizer), fp32.parameters()))
+    for p, q in zip(model.parameters(), fp32.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])

@@ -97,6 +97,7 @@ class Engine:
         pending: how the next step is to be scaled, or whether it is to be skipped.
         plan: the plan of the last step.
         setting: the setting that the plan was made for.
+        overview: what the plans of the present step share; see :mod:`torch_bf16.optim.overview`.
         snapshots: versions, dtypes and shapes of parameters after the last step.
         loaded: versions of parameters when their states were loaded. No snapshots: weights that are
             loaded after them are those that the states were saved with.
@@ -206,6 +207,7 @@ class Engine:
         self.pending.forget_skipped()
         self.plan: Plan | None = None
         self.setting: Setting | None = None
+        self.overview: Any = None
         self.snapshots: dict[Tensor, Snapshot] = {}
         self.loaded: dict[Tensor, int] = {}
         self._shown: tuple[int, ...] = ()
@@ -214,10 +216,13 @@ class Engine:
     def settle(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> Setting:
         """The current setting: the same object for as long as nothing in it changes.
 
+        Called once when a step begins.
+
         Args:
             fixed: what else decides how parameters step; compared by ``==``.
             groups: the optimizer's parameter groups.
         """
+        self.overview = None
         last, setting = self.setting, Setting.of(fixed, groups, self.setting)
         if setting is not last:
             self.setting = setting

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["names_any", "plain", "within"]
+__all__ = ["names_any", "objects_in", "plain", "within"]
 
 _ATOMS = (NoneType, int, float, complex, str, bytes)
 
@@ -50,6 +50,20 @@ def plain(value: Any, depth: int = 6) -> list[Any]:
                 inner += contents or ()
         level = inner
     return snapshot
+
+
+def objects_in(value: Any, depth: int = 6) -> Iterator[Any]:
+    """A value and all objects in it that may change, each once, level by level."""
+    level, seen = [value], {}
+    for left in range(depth, -1, -1):
+        inner = []
+        for each in level:
+            if not issubclass(type(each), _ATOMS) and id(each) not in seen:
+                seen[id(each)] = each
+                yield each
+                if left and not _is_singleton(each):
+                    inner += _contents(each) or ()
+        level = inner
 
 
 def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from torch_bf16.sharding import Shard, reshard, whole
 from torch_bf16.states import schema
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.home import Home
-from torch_bf16.states.recoding import Changes
+from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, MASTERS
 
 from .capabilities import Traits, is_elementwise, rewrites_weights
@@ -52,7 +52,10 @@ ROLES = {
     "exp_inf": SECOND_MOMENT,
     "square_avg": SECOND_MOMENT,
 }
-"""States whose meaning is known by their name; any other is kept in fp32."""
+"""States whose meaning is known by their name, if they are floating-point numbers.
+
+Any other state is kept as its class makes it, in fp32 or as codes of its own.
+"""
 
 # Methods that a class may extend, in front of torch's or ours.
 _EXTENDED = ("state_dict", "load_state_dict", "add_param_group", "zero_grad")
@@ -183,6 +186,7 @@ class ForeignOptimizer(BF16Optimizer):
         """Working copies, whose states are stored; those of idle ones only if a step moves them."""
         self.recipe = get_recipe(self.recipe)
         engine, members, changes = self._engine, [], Changes()
+        engine.overview = None
         for shard, number, label in collect(self, parameters):
             with prefix_errors(label):
                 gathers = self._gathers(shard, number)
@@ -235,7 +239,10 @@ class ForeignOptimizer(BF16Optimizer):
                 # A state whose shape is not the parameter's is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
                 complete[key] = self._move(key, state, whole(value), shard) if moves else value
-            elif (format_ := self._format_of(key, shard)) is None:
+            elif (format_ := self._format_of(key, shard)) is None or not (
+                # Codes in none of our formats are the class's own.
+                value.is_floating_point() or stored_format(state, key)
+            ):
                 local_states[key] = self._move(key, state, shard.take(value), shard)
             else:
                 known = {n for each in _MOMENTS for n in each.plane_names(key)}

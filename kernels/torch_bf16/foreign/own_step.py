@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections import defaultdict
@@ -118,16 +117,18 @@ class OwnStep:
             is_elementwise(self._kind, groups[each.group], self._traits) for each in self._members
         )
         follow = not self._traits.couples and not all(by_elements)
-        computed = self._compute(buckets[0], scale, follow=follow, apart=len(buckets) > 1)
-        if self._runner.couples:
+        runner, undoable = self._runner, follow or len(buckets) > 1
+        computed = self._compute(buckets[0], scale, follow=follow, undoable=undoable)
+        if runner.couples:
             self._traits.couples = True
             if len(buckets) > 1:
-                self._runner.rewind()
+                runner.rewind()
                 self._runner = self._new_runner()
                 buckets = [[*self._members]]
                 computed = self._compute(buckets[0], scale)
         if why := self._runner.why_not(computed[0]):
             self._runner.rewind()
+            runner.rewind()
             raise NotImplementedError(f"{refusal(self._kind, why)}. {UNTOUCHED}")
         return buckets, computed
 
@@ -170,17 +171,16 @@ class OwnStep:
         scale: float | None,
         method: str = "step",
         follow: bool = False,
-        apart: bool = False,
+        undoable: bool = False,
     ) -> Computed:
         """The weights and states that a method of the class computes.
 
-        Nothing is written, except that a call that is neither followed nor undone may write states
-        which are stored in fp32; for ``follow`` and ``apart`` see :meth:`.Runner.run`.
+        No weight is written. The call may write in place in the optimizer's attributes and options,
+        and in states that are stored in fp32; for ``follow`` and ``undoable`` see
+        :meth:`.Runner.run`.
         """
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
-        if follow or apart:
-            before = copy.deepcopy(before)
         looked_at = scale is not None and world_size() == 1
         idle = {
             n: IdleCopy(each.group, copies[n], before[n])
@@ -192,7 +192,7 @@ class OwnStep:
         try:
             members = [*zip(groups, copies, before, strict=True)]
             originals = [each.parameter for each in bucket]
-            states = self._runner.run(members, originals, method, follow, apart)
+            states = self._runner.run(members, originals, method, follow, undoable)
         except RuntimeError as error:
             gradients = (each.parameter.grad for each in bucket)
             graphs = any(each is not None and each.requires_grad for each in gradients)

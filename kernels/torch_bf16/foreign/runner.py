@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_bf16.errors import UNTOUCHED
 
 from .advice import refusal
+from .backup import Backup
 from .contents import names_any, within
 from .list_options import ListOptions
 from .meetings import Meetings
@@ -78,7 +79,7 @@ class Runner:
     """One step of an optimizer's own class, in one call of its ``step`` or in several.
 
     Each call gets an instance of its own, with the options, attributes and shared states from
-    before the step.
+    before the step. What it writes in place in the objects there is seen by the next call.
 
     Args:
         optimizer: the optimizer whose attributes and options count; only :meth:`finish` changes it.
@@ -110,6 +111,7 @@ class Runner:
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
         self._options: dict[int, dict[str, Any]] = {}
         self._random: Any = None
+        self._backup: Backup | None = None
         self.attributes: dict[str, Any] = {}
         self.draws = self.couples = False
 
@@ -119,7 +121,7 @@ class Runner:
         originals: Sequence[Tensor],
         method: str = "step",
         follow: bool = False,
-        apart: bool = False,
+        undoable: bool = False,
     ) -> list[dict[str, Any]]:
         """Call a method of the class, without hooks and with gradients switched off.
 
@@ -128,15 +130,13 @@ class Runner:
             originals: the parameters of which these are copies.
             method: ``step``, or a method without arguments.
             follow: whether to find out if the call couples its members.
-            apart: whether the call gets copies of everything that it may write in place, because
-                it is undone if it couples them.
+            undoable: whether :meth:`rewind` undoes what the call writes in place, as an error does.
 
         Returns:
             The new state of each member.
         """
         instance: Any = object.__new__(self._kind)
-        attributes = copy.deepcopy(self._before) if apart else self._before
-        vars(instance).update(attributes, **{name: OrderedDict() for name in self._hooks})
+        vars(instance).update(self._before, **{name: OrderedDict() for name in self._hooks})
         with_members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for number, parameter, _ in members:
             with_members[number].append(parameter)
@@ -146,8 +146,8 @@ class Runner:
         options = {number: self._options_of(number) for number in numbers}
         for number, each in lists.items():
             options[number] |= {name: [*entries] for name, entries in each.cut.items()}
-        if apart:
-            options = copy.deepcopy(options)
+        if undoable:
+            self._backup = Backup(self._before, options, [state for _, _, state in members])
         instance.param_groups = groups = _Groups(
             {**options[number], "params": with_members.get(number) or self._stand_ins(number)}
             for number in numbers
@@ -163,8 +163,14 @@ class Runner:
         if follow:
             numbered = dict(zip(numbers, groups, strict=True))
             meetings = Meetings(members, lambda: (numbered, own_attributes(instance)))
-        with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
-            function(instance, **self._closure_of(function, parameters))
+        try:
+            uncompiled = _uncompiled() if follow else nullcontext()
+            with torch.no_grad(), uncompiled, meetings or nullcontext():
+                function(instance, **self._closure_of(function, parameters))
+        except BaseException:
+            if self._backup is not None:
+                self._backup.restore()
+            raise
         if meetings is not None:
             meetings.finish(_shared_states(instance.state))
             self.couples |= meetings.couples
@@ -177,7 +183,7 @@ class Runner:
                 joined = lists[number].joined(group, self._options.get(number, {}))
                 self._options[number] = _news(options[number], group) | joined
         self.indexes |= groups.indexed
-        self.attributes |= _news(attributes, own_attributes(instance))
+        self.attributes |= _news(self._before, own_attributes(instance))
         self.shared = _shared_states(instance.state)
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
 
@@ -233,7 +239,12 @@ class Runner:
         return None
 
     def rewind(self) -> None:
-        """Reset the random number generators to their states before the first call."""
+        """Reset the random number generators to their states before the first call.
+
+        If that was undoable, what it has written in place is reset, too.
+        """
+        if self._backup is not None:
+            self._backup.restore()
         if self._random is not None:
             random.setstate(self._random[0])
             for device, state in self._random[1].items():

@@ -29,6 +29,12 @@ def is_like(value: Any, parameter: Tensor) -> bool:
     return value.shape == parameter.shape and value.ndim > 0
 
 
+def is_encoded(state: Mapping[str, Any], key: str, format_: Format) -> bool:
+    """Whether a state has all planes of a number in a format."""
+    planes = zip(format_.plane_names(key), format_.planes, strict=True)
+    return all(getattr(state.get(name), "dtype", None) == plane.dtype for name, plane in planes)
+
+
 @dataclass
 class WorkingCopy:
     """Makes the fp32 copies of a parameter and its gradient, and encodes the results.
@@ -42,7 +48,8 @@ class WorkingCopy:
         snapshot: the optimizer's record of the parameter.
         weights: format of the weight.
         format_of: format of a state with one number for each element of the parameter, by the
-            state's name; None leaves the state as it is.
+            state's name; None leaves the state as it is. Codes that are no floating-point numbers
+            are the class's own, and stay as they are, too.
         gathers: whether ranks hold parts of the parameter and the step must see the whole.
     """
 
@@ -108,7 +115,8 @@ class WorkingCopy:
             if not is_like(value, self.parameter):
                 decoded[key] = value
                 continue
-            if (format_ := self.format_of(key)) is None:
+            format_ = self.format_of(key)
+            if format_ is None or not is_encoded(self.state, key, format_):
                 decoded[key] = self._whole(local(value))
                 continue
             keys = format_.plane_names(key)
@@ -128,7 +136,7 @@ class WorkingCopy:
                 encoded[key] = value
                 continue
             format_, value = self.format_of(key), self._own_part(value)
-            if format_ is None or format_ is FP32:
+            if format_ in (None, FP32) or not value.is_floating_point():
                 old = self.state.get(key)
                 unchanged = isinstance(old, Tensor) and local(old) is value
                 encoded[key] = old if unchanged else self.shard.place(value)

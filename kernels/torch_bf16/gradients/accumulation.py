@@ -37,7 +37,7 @@ from torch_bf16.sharding import (
 from .backward import Passes
 from .ddp_sums import DdpReader, Fp32Reduction
 from .gathering import Gathering, Group, Waiting
-from .hooked_parameters import HookedParameters, summed
+from .hooked_parameters import HookedParameters, remove_with, summed, weakly
 from .step_numbers import StepNumbers
 from .sums import Addition, add_all
 
@@ -161,9 +161,10 @@ class GradientAccumulation:
         if engine.accumulation is not None:
             engine.accumulation.remove()
         self.format = format
-        self._engine = engine
+        # Not its engine, which holds all states: whoever keeps this handle does not keep those.
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
+        remove_with(self, self._hooks)
         # A conversion would lose the dtype of fp32 sums.
         self._hooked = HookedParameters(optimizer, self, summed, convertible=format != "fp32")
         self._passes = Passes(_Pass, self._finish)
@@ -177,7 +178,7 @@ class GradientAccumulation:
                 self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for unit in sharded:
-                    take = functools.partial(self._take_all, [*map(id, unit.parameters)])
+                    take = functools.partial(weakly(self._take_all), [*map(id, unit.parameters)])
                     self._hooks.append(before_backward_of(unit, take))
                 self.hook_parameters()
             except BaseException:
@@ -241,11 +242,11 @@ class GradientAccumulation:
         else:
             hooks = []
         # FSDP2's sharded parameters never call their tensor hook, hence the hooks on units.
-        key = id(parameter)
+        key, take_all = id(parameter), weakly(self._take_all)
         return [
             *hooks,
-            parameter.register_hook(lambda _: self._take_all([key])),
-            parameter.register_post_accumulate_grad_hook(self._merge),
+            parameter.register_hook(lambda _: take_all([key])),
+            parameter.register_post_accumulate_grad_hook(weakly(self._merge)),
         ]
 
     def _take_all(self, keys: list[int]) -> None:
@@ -314,7 +315,8 @@ class GradientAccumulation:
 
     def _may_wait(self, parameter: Any) -> bool:
         """Whether nothing reads the sum before the backward pass is over."""
-        release = self._engine.release
+        optimizer: Any = self._optimizer()
+        release = None if optimizer is None else optimizer._engine.release
         reads = release is not None and release.steps_next(parameter)
         others = len(parameter._post_accumulate_grad_hooks) - 1 - (release is not None)
         if reads or others:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Passes
 from .ddp_hook import Reducer, hook_holder
+from .hooked_parameters import weakly
 from .reduce_scatter import all_reduce_mean
 
 __all__ = ["DdpReader", "Fp32Reduction"]
@@ -108,7 +109,7 @@ class Fp32Reduction(Reducer):
         """Keep this parameter's gradients here during backward; returns the hooks' handles."""
         if parameter not in self._parameters:
             return []
-        return [parameter.register_post_accumulate_grad_hook(self._keep)]
+        return [parameter.register_post_accumulate_grad_hook(weakly(self._keep))]
 
     def _keep(self, parameter: Any) -> None:
         running = self._passes.current()

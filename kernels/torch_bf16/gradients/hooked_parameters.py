@@ -1,15 +1,20 @@
-"""Hooks on the parameters of an optimizer, which come and go with its groups."""
+"""Hooks on the parameters of an optimizer, which come and go with its groups, and with itself.
+
+Python's garbage collector does not see what holds a tensor's hooks, which are in C++: an object
+that has hooks on a parameter and holds it, too, is never freed, with all that it holds. So hooks
+do not keep their owner alive (:func:`weakly`), and are removed once it is gone.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from torch_bf16.sharding import is_dtensor, places
 
-__all__ = ["HookedParameters", "released", "summed"]
+__all__ = ["HookedParameters", "released", "remove_with", "summed", "weakly"]
 
 # By id of the parameter: torch converts no sharded parameter that has a weak reference.
 summed: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
@@ -19,14 +24,44 @@ released: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
 _all: WeakSet[HookedParameters] = WeakSet()
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls a method of an object which it does not keep alive.
+
+    Args:
+        method: a bound method; once its object is gone, the hook does nothing.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        live = reference()
+        return None if live is None else live(*arguments)
+
+    return call
+
+
+def remove_with(owner: Any, hooks: list[Any]) -> None:
+    """Remove hooks when their owner is freed.
+
+    Args:
+        owner: not kept alive.
+        hooks: their handles; those that are added later count, too.
+    """
+    weakref.finalize(owner, _remove_all, hooks).atexit = False
+
+
+def _remove_all(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class HookedParameters:
     """The parameters of an optimizer that have hooks, which keep them alive.
 
     Args:
         optimizer: not kept alive.
-        owner: has ``hook(parameter)``, which registers hooks and returns their handles,
-            ``unhooked(parameter, others)``, called with the owners that still have hooks on it, and
-            ``make_groups()``, called when parameters have left this one.
+        owner: has ``hook(parameter)``, which registers hooks that do not keep it alive, and returns
+            their handles, ``unhooked(parameter, others)``, called with the owners that still have
+            hooks on it, and ``make_groups()``, called when parameters have left this one.
         registry: :data:`summed` or :data:`released`.
         convertible: whether hooks that outlast a conversion of the parameter still work then.
 
@@ -43,6 +78,7 @@ class HookedParameters:
         self._convertible = convertible
         self._hooks: dict[int, tuple[list[Any], weakref.ref[Any] | None]] = {}
         _all.add(self)
+        weakref.finalize(self, _unhook, registry, self._hooks).atexit = False
 
     def update(self) -> dict[int, Any]:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
@@ -90,3 +126,14 @@ class HookedParameters:
                 if others:
                     self._registry[key] = others[0]
             self.owner.unhooked(parameter, [each.owner for each in others])
+
+
+def _unhook(registry: Any, hooked: dict[int, tuple[list[Any], Any]]) -> None:
+    """Remove the hooks of an owner that is gone, in whatever thread collects garbage."""
+    left = [each for each in [*_all] if each._registry is registry]
+    for key, (hooks, _) in hooked.items():
+        _remove_all(hooks)
+        for each in left:
+            # Optimizers may share a parameter.
+            if key in each.by_id:
+                registry.setdefault(key, each)

@@ -39,9 +39,10 @@ def release_gradients(
 
     Gradients wait until 32 MiB of them can share one kernel call; larger ones are taken alone. So
     they need the memory of the largest one plus 32 MiB, instead of 2 bytes per parameter. Weights
-    and states are, bit for bit, those of ``optimizer.step()`` after the whole backward pass.
-    ``optimizer.step()`` still counts the step, for LR schedulers too, and takes it for parameters
-    that still have a gradient, which it frees; so learning rates must be set before ``backward()``.
+    and states are, bit for bit, those of ``optimizer.step()`` after the whole backward pass, except
+    in one case of checkpointing, below. ``optimizer.step()`` still counts the step, for LR
+    schedulers too, and takes it for parameters that still have a gradient, which it frees; so
+    learning rates must be set before ``backward()``.
 
     - FSDP2: gradients are released as groups of them are reduced, and the norm of a sharded
       parameter takes one small all-reduce.
@@ -55,6 +56,11 @@ def release_gradients(
       ``no_sync`` of DDP or with ``set_requires_gradient_sync(False)`` of FSDP2, take no step, and
       FSDP2's do not count. After fewer passes ``optimizer.step()`` takes the steps; passes whose
       gradients are zeroed before their step do not count.
+
+    What cannot be noticed: a weight that a region under activation checkpointing also uses without
+    a gradient (``w.detach()``, or under ``no_grad``). Its step may come before the region is
+    computed again, which then sees the new weight. Leave such a region out of checkpointing: torch
+    raises where a backward pass needs a saved weight that was stepped since.
 
     What cannot work: clipping by the global norm of this step, ``total_norm`` and
     ``scale_next_step``, because the step runs before all gradients exist, and ``GradScaler``; bf16

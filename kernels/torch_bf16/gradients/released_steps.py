@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
 from .backward import Passes
 from .gathering import Gathering, Group, Waiting
-from .hooked_parameters import HookedParameters, released
+from .hooked_parameters import HookedParameters, released, weakly
 from .norm import clip_coefficient, norm_over_ranks, norms_of
 from .release_options import ReleaseOptions
 from .released_buckets import Bucket, announce_buckets
@@ -47,15 +47,15 @@ class _Pass(Waiting):
 class _Look:
     """The hook on a model: nothing in its copies, whose gradients are not released."""
 
-    def __init__(self, steps: ReleasedSteps | None = None) -> None:
-        self._steps = steps
+    def __init__(self, look: Callable[[], None] | None = None) -> None:
+        self._look = look
 
     def __reduce__(self) -> Any:
         return _Look, ()
 
     def __call__(self, *_: Any) -> None:
-        if self._steps is not None:
-            self._steps.look_around()
+        if self._look is not None:
+            self._look()
 
 
 class ReleasedSteps:
@@ -69,10 +69,11 @@ class ReleasedSteps:
         engine: Engine = optimizer._engine
         if engine.release is not None:
             engine.release.remove()
-        self._engine = engine
         self._options = options
         self.by_last_step = options.max_norm is not None and options.norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
+        # Groups hold plans, and these all states, which whoever keeps this handle need not keep.
+        weakref.finalize(optimizer, weakly(self.make_groups)).atexit = False
         self._passes = Passes(_Pass, self._end)
         self._hooked = HookedParameters(optimizer, self, released, convertible=True)
         self.make_groups()
@@ -95,7 +96,7 @@ class ReleasedSteps:
             for each in model.modules():
                 if isinstance(each, DistributedDataParallel):
                     self._follow(each)
-            self._module_hook = model.register_forward_pre_hook(_Look(self))
+            self._module_hook = model.register_forward_pre_hook(_Look(weakly(self.look_around)))
         self.hook_parameters()
         engine.release = self
 
@@ -105,7 +106,12 @@ class ReleasedSteps:
 
         None before the first step, and if ``norm`` is not ``"last_step"``.
         """
-        return self._engine.last_norm
+        engine = self._engine
+        return None if engine is None else engine.last_norm
+
+    @property
+    def _engine(self) -> Engine | None:
+        return getattr(self._optimizer(), "_engine", None)
 
     @property
     def abandoned(self) -> bool:
@@ -123,7 +129,7 @@ class ReleasedSteps:
             self._module_hook.remove()
         self._hooked.drop(self._hooked.by_id)
         engine = self._engine
-        if engine.release is self:
+        if engine is not None and engine.release is self:
             engine.release, engine.release_options, engine.last_norm = None, False, None
 
     def finish(self, left: list[Tensor]) -> bool:
@@ -135,7 +141,8 @@ class ReleasedSteps:
         Returns:
             Whether any parameter has taken its step, now or within the backward pass.
         """
-        if getattr(self._optimizer(), "grad_scale", None) is not None:
+        optimizer: Any = self._optimizer()
+        if getattr(optimizer, "grad_scale", None) is not None:
             raise NotImplementedError(
                 "gradients are released and torch.amp.GradScaler scales the loss: the steps inside "
                 "backward() saw scaled gradients, so the weights of this step are wrong. bf16 has "
@@ -146,7 +153,7 @@ class ReleasedSteps:
             self._take_each(self._left)
             self._left.members = []
         if self._norms:
-            self._engine.last_norm = norm_over_ranks(self._norms)
+            optimizer._engine.last_norm = norm_over_ranks(self._norms)
         stepped = bool(self._stepped)
         self._norms.clear()
         self._arrived.clear()
@@ -189,7 +196,7 @@ class ReleasedSteps:
 
     def hook(self, parameter: Tensor) -> list[Any]:
         """Take a parameter's steps within the backward pass; returns the hook's handle."""
-        return [parameter.register_post_accumulate_grad_hook(self._arrive)]
+        return [parameter.register_post_accumulate_grad_hook(weakly(self._arrive))]
 
     def unhooked(self, parameter: Tensor, others: list[ReleasedSteps]) -> None:
         """Nothing is left on a parameter but its hook."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +13,19 @@ from torch import Tensor
 
 from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, formats_of
-from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, prefix_errors
 from torch_bf16.model import cast_modules, remainders
-from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import get_recipe
-from torch_bf16.rules import STORE, Rule
+from torch_bf16.rules import STORE
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
+from .overview import overview_of
 from .replaced import check_replaced
 from .validation import (
     check_gradient,
@@ -54,33 +52,29 @@ def collect(
     optimizer: BF16Optimizer, parameters: Sequence[Tensor]
 ) -> list[tuple[Shard, int, Label]]:
     """Check the parameters; returns each one's shard, group number and label, in group order."""
-    # By id: torch hashes tensors in Python, and released gradients are planned one by one.
-    with_gradient, engine = {*map(id, parameters)}, optimizer._engine
+    engine, overview = optimizer._engine, overview_of(optimizer, parameters)
     # With offload, states may be on any device, and are moved to where they belong.
     offloads = optimizer.recipe.offload != "none"
-    collected, labels, before = [], {}, 0
+    collected, labels = [], {}
     groups = optimizer.param_groups
-    for number, group in enumerate(groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in with_gradient:
-                continue
-            if parameter in labels:
-                raise ValueError(
-                    f"{labels[parameter]()} is also number {position} of group {number}; remove one"
-                )
-            labels[parameter] = label = functools.partial(optimizer.label, number, position)
-            shard = shard_of(parameter, engine.names.key(groups, number, position, before))
-            with prefix_errors(label):
-                if snapshot := engine.snapshots.get(parameter):
-                    state = dict.get(optimizer.state, parameter, {})
-                    check_unchanged(shard, snapshot, {} if offloads else state)
-                check_parameter(shard)
-                if parameter.grad is not None:
-                    check_gradient(shard)
-            collected.append((shard, number, label))
-        before += len(group["params"])
+    for number, position, before in overview.places_of(parameters):
+        parameter = groups[number]["params"][position]
+        labels[parameter] = label = functools.partial(optimizer.label, number, position)
+        shard = shard_of(parameter, engine.names.key(groups, number, position, before))
+        with prefix_errors(label):
+            if snapshot := engine.snapshots.get(parameter):
+                state = dict.get(optimizer.state, parameter, {})
+                check_unchanged(shard, snapshot, {} if offloads else state)
+            check_parameter(shard)
+            if parameter.grad is not None:
+                check_gradient(shard)
+        if (again := overview.again.get(id(parameter))) is not None:
+            raise ValueError(
+                f"{label()} is also number {again.position} of group {again.group}; remove one"
+            )
+        collected.append((shard, number, label))
     check_separate((shard for shard, _, _ in collected), labels)
-    check_replaced(optimizer, labels)
+    check_replaced(optimizer.state, labels, overview.orphan)
     return collected
 
 
@@ -111,12 +105,15 @@ def make_plan(
     if kept:
         for parameter in kept.keys() & steps.keys():
             kept[parameter].state["step"] = steps[parameter]
-        by_parameter = kept | {each.parameter: each for each in members}
-        ordered = parameters_of(optimizer)
-        members = [by_parameter[p] for p in ordered if p in by_parameter]
+        members = overview_of(optimizer).in_order([*kept.values(), *members])
     # The plan puts its own ``step`` tensors there.
     note_replaced(optimizer.state)
-    rounds, sharded = _rounds(optimizer), _summed(optimizer, members)
+    overview = overview_of(optimizer)
+    # Each released step is taken separately; in others, ranks may have gradients that others lack.
+    only = None if engine.release is None else [each.parameter for each in members]
+    rounds = overview.rounds(optimizer, only)
+    summed = overview.sharded(optimizer, lambda rule: rule.statistic is not None, only)
+    sharded = [shard for shard, _ in summed]
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds, sharded)
     plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
@@ -163,40 +160,6 @@ def _make_member(
         with prefix_errors(label):
             member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
     return member
-
-
-def _rounds(optimizer: BF16Optimizer) -> list[Round]:
-    """The exchanges between ranks, for all parameters whose rule computes a direction."""
-    return rounds_of([*_sharded_with(optimizer, lambda rule: bool(rule.stage_states))])
-
-
-def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
-    """The sharded parameters whose statistics ranks add up: all of them, as for :func:`_rounds`.
-
-    If gradients are released, only those of ``members``, because each step is taken separately.
-    """
-    only = None if optimizer._engine.release is None else {each.parameter for each in members}
-    sharded = _sharded_with(optimizer, lambda rule: rule.statistic is not None, only)
-    return [shard for shard, _ in sharded]
-
-
-def _sharded_with(
-    optimizer: BF16Optimizer, needs: Callable[[Rule], bool], only: Container[Tensor] | None = None
-) -> Iterator[tuple[Shard, Rule]]:
-    """The sharded parameters, and their rules, of groups whose rule ``needs`` whole tensors.
-
-    With or without a gradient: FSDP1 may leave a rank no part of a parameter, and so no gradient.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        whole = needs(optimizer.rule_of_group(group))
-        for position, parameter in enumerate(group["params"] if whole else ()):
-            if only is not None and parameter not in only:
-                continue
-            shard = shard_of(parameter)
-            if shard.sharded:
-                with prefix_errors(functools.partial(optimizer.label, number, position)):
-                    shard.holders()
-                yield shard, optimizer.rule_of_parameter(group, parameter)
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
@@ -259,10 +222,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     # Not of weights written since: the step first checks whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())
     remainders.forget(*intact)
-    every = parameters_of(optimizer)
-    remainders.forget_empty(every)
-    # A host may show only some groups at a time: then the others' states remain.
-    optimizer._engine.keep_snapshots(chain(every, optimizer.state))
+    overview_of(optimizer).tidy(optimizer)
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:

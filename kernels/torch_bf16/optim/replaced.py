@@ -7,8 +7,8 @@ when it makes a plan (:func:`check_replaced`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch_bf16.sharding import bare_name, gradients_of, is_dtensor, is_flat, pl
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check_in_model", "check_replaced", "refuse_replaced"]
+__all__ = ["check_in_model", "check_replaced", "orphan_in", "refuse_replaced"]
 
 
 def refuse_replaced(
@@ -82,29 +82,42 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
         )
 
 
-def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]) -> None:
+def orphan_in(states: Mapping[Any, Any], current: Container[int]) -> tuple[int, ...] | None:
+    """The shape of a parameter that has a state and is in no group; None if there is none.
+
+    Args:
+        states: the optimizer's states.
+        current: the ids of the parameters in its groups.
+    """
+    for each in states:
+        # Under DeepSpeed, groups hold one flat tensor at a time.
+        if id(each) not in current and isinstance(each, Tensor) and not is_flat(each):
+            return tuple(each.shape)
+    return None
+
+
+def check_replaced(
+    states: Mapping[Tensor, Any], labels: Mapping[Tensor, Label], orphan: tuple[int, ...] | None
+) -> None:
     """Refuse a new parameter in place of an old one whose state is still in the optimizer.
 
     Args:
-        optimizer: the optimizer; only its groups and state are read.
+        states: the optimizer's states, which are only read.
         labels: the parameters that are about to take a step, and their labels.
+        orphan: what :func:`orphan_in` has returned in this step.
 
     Raises:
         StateMismatchError: one of these parameters seems to have replaced another.
     """
-    current = {*map(id, parameters_of(optimizer))}
-    known = (p for p in optimizer.state if id(p) not in current and isinstance(p, Tensor))
-    # Under DeepSpeed, groups hold one flat tensor at a time.
-    orphans = [p for p in known if not is_flat(p)]
-    states = optimizer.state
-    stateless = [label for each, label in labels.items() if not dict.get(states, each)]
-    if orphans and stateless:
+    if orphan is None:
+        return
+    stateless = [label for each, label in labels.items() if not dict.get(states, each)]  # pyright: ignore
+    if stateless:
         raise StateMismatchError(
-            f"{stateless[0]()} has no optimizer state, while a parameter of shape "
-            f"{tuple(orphans[0].shape)} that has one is in no group any more. If the new one "
-            "replaced it after the first step, put the old one back and write into it (p.copy_(...)"
-            " under torch.no_grad()). If it was taken out on purpose, drop its state: "
-            "del optimizer.state[old_parameter]"
+            f"{stateless[0]()} has no optimizer state, while a parameter of shape {orphan} that "
+            "has one is in no group any more. If the new one replaced it after the first step, put "
+            "the old one back and write into it (p.copy_(...) under torch.no_grad()). If it was "
+            "taken out on purpose, drop its state: del optimizer.state[old_parameter]"
         )
 
 
