@@ -1,12 +1,15 @@
 """A second training of the same weights goes on from the masters of the first."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.model import remainders
 
 RECIPES = {
     "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),
@@ -114,3 +117,31 @@ def test_weights_that_were_loaded_after_masters_count(recipe):
             p.mul_(0.5)
     second = make(other, recipe)
     assert all(map(torch.equal, exact(other, second), [p.float() for p in other.parameters()]))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_pass_masters_on(recipe, copied):
+    model = cast(recipe)
+    optimizer = make(model, recipe)
+    step(optimizer, 0)
+    model, optimizer = copied((model, optimizer))
+    second = make(model, recipe)
+    assert all(map(torch.equal, exact(model, second), exact(model, optimizer)))
+
+
+def test_masters_are_asked_of_none_but_their_optimizers(recipe, monkeypatch):
+    model = cast(recipe)
+    first = [torch_bf16.SGD([p], recipe=recipe, backend="eager") for p in model.parameters()]
+    for each in first[:2]:
+        step(each, 0)
+    calls = []
+    remember = remainders.remember_masters
+    monkeypatch.setattr(
+        remainders, "remember_masters", lambda *a: (calls.append(len(a[0])), remember(*a))
+    )
+    second = [torch_bf16.SGD([p], recipe=recipe, backend="eager") for p in model.parameters()]
+    assert calls == [1, 1]
+    make(model, recipe)
+    # What the new ones inherited waits for the next one, too.
+    assert calls == [1, 1]
+    assert len(second) == len(first) == 4

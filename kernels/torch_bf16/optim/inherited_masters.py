@@ -7,7 +7,7 @@ numbers, and many short trainings at a small learning rate would hardly move.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -21,7 +21,7 @@ from torch_bf16.states.views import MASTERS
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["inherit"]
+__all__ = ["inherit", "register"]
 
 _optimizers: WeakSet[BF16Optimizer] = WeakSet()
 _lock = threading.Lock()
@@ -32,20 +32,37 @@ def inherit(optimizer: BF16Optimizer) -> None:
 
     They are copied, and wait for the first step as the bits do that a cast drops.
     """
-    with _lock:
-        others = [each for each in _optimizers if each is not optimizer]
-        _optimizers.add(optimizer)
+    others = register(optimizer)
     if not others:
         return
     parameters = [p for p in parameters_of(optimizer) if p.dtype == torch.bfloat16]
     shards = [*map(shard_of, parameters)]
     remainders.forget_written(shards)
     known = remainders.find_remainders(shards)
-    waiting = [p for p, each in zip(parameters, known, strict=True) if each is None]
+    waiting = {p for p, each in zip(parameters, known, strict=True) if each is None}
+    found: dict[int, tuple[Any, dict[Tensor, Any]]] = {}
     for other in others:
-        masters = {p: _master(optimizer, other, p) for p in waiting}
-        found = {p: master for p, master in masters.items() if master is not None}
-        remainders.remember_masters(found, other._engine.model())
+        # Most of many optimizers, such as one for each parameter, have none of these.
+        for parameter in dict.keys(other.state) & waiting:
+            if (master := _master(optimizer, other, parameter)) is not None:
+                model = other._engine.model()
+                found.setdefault(id(model), (model, {}))[1][parameter] = master
+                waiting.discard(parameter)
+    # Each call walks the whole model.
+    for model, masters in found.values():
+        remainders.remember_masters(masters, model)
+
+
+def register(optimizer: BF16Optimizer) -> list[BF16Optimizer]:
+    """Let later optimizers inherit masters from one that is new, a copy or unpickled.
+
+    Returns:
+        The other optimizers that live.
+    """
+    with _lock:
+        others = [each for each in _optimizers if each is not optimizer]
+        _optimizers.add(optimizer)
+    return others
 
 
 def _master(
