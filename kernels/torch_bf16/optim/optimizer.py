@@ -18,21 +18,20 @@ from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States, set_seen
-from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
 from torch_bf16.model import blended_weights
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard, shard_of
+from torch_bf16.sharding import Shard
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
 from . import exact_weights, inherited_masters, shared_states
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
-from .overwritten import drop_remainders, states_without_remainders
+from .overwritten import drop_remainders, look_for_writes, states_without_remainders
 from .planning import check_recipe, make_plan, with_gradients
 from .replaced import check_in_model
 from .step_hooks import hooked
@@ -358,8 +357,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         if "_engine" in state:
             set_seen(self.state, seen)
             self.observers = []
-            shards = [shard_of(each) for each in self.state if isinstance(each, Tensor)]
-            self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
+            look_for_writes(self)
+            inherited_masters.register(self)
             accumulate_as(self.recipe, self)
             release_as(self._engine.release_options, self)
 
