@@ -133,7 +133,8 @@ def look_for_writes(optimizer: BF16Optimizer) -> None:
     shards = [shard_of(each) for each in dict.keys(optimizer.state) if isinstance(each, Tensor)]
     for shard in shards:
         snapshot = optimizer._engine.snapshots[shard.parameter] = Snapshot.of(shard)
-        snapshot.data = DataWatch.of(shard, dict.get(optimizer.state, shard.parameter, {}))
+        snapshot.state = dict.get(optimizer.state, shard.parameter, {})
+        snapshot.data = DataWatch.of(shard, snapshot.state)
 
 
 def _replace(plane: Tensor, shard: Shard, key: str) -> bool:

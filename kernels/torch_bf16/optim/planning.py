@@ -28,6 +28,7 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
+from . import inherited_masters
 from .replaced import check_replaced
 from .validation import (
     check_gradient,
@@ -59,6 +60,7 @@ def collect(
     # With offload, states may be on any device, and are moved to where they belong.
     offloads = optimizer.recipe.offload != "none"
     collected, labels, before = [], {}, 0
+    inherited_masters.keep(optimizer, parameters)
     groups = optimizer.param_groups
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
@@ -255,6 +257,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
+        each.snapshot.state = each.state
         each.snapshot.data = DataWatch.of(each.shard, each.state, each.snapshot.data)
     # Not of weights written since: the step first checks whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())
