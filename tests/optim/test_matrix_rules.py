@@ -235,6 +235,13 @@ def test_groups_that_are_not_muons_are_adamws():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"number 1 of group 0 has shape \(3,\).*use_muon=False"):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))])
+    optimizer = torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adamw_eps=1e-6)
+    group = {"params": [nn.Parameter(torch.ones(3))]}
+    with pytest.raises(ValueError, match="use_muon=False"):
+        optimizer.add_param_group(group)
+    # What the error names helps: torch has filled the dict with Muon's options, eps among them.
+    optimizer.add_param_group({**group, "use_muon": False})
+    assert [each["eps"] for each in optimizer.param_groups] == [1e-7, 1e-6]
     with pytest.raises(ValueError, match="unknown adjust_lr_fn='moon'; known: None, 'original'"):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="moon")
     with pytest.raises(

@@ -18,7 +18,7 @@ from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States, set_seen
-from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
+from torch_bf16.errors import UNTOUCHED, Label, suffix_errors, unchanged_by_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
 from torch_bf16.model import blended_weights
@@ -300,12 +300,9 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: a parameter's dtype cannot be trained by these optimizers.
             NotImplementedError: an option of the group is not supported.
         """
-        super().add_param_group(param_group)
-        try:
+        with unchanged_by_errors(self.param_groups, param_group):
+            super().add_param_group(param_group)
             self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except Exception:
-            self.param_groups.pop()
-            raise
         # torch's constructor adds the first groups, before there is an engine.
         if (engine := engine_of(self)) is not None:
             engine.hook_parameters()
