@@ -291,6 +291,29 @@ def test_what_cannot_be_converted_says_why_and_goes_on(make, error, match):
         optimizer.step(lambda: (p.float() ** 2).sum().requires_grad_())
 
 
+@pytest.mark.parametrize("step", [-5.0, float("nan"), float("inf")])
+def test_a_damaged_step_number_is_named(step):
+    optimizer = begun(torch_bf16.AdamW)
+    optimizer.state[params(optimizer)[0]]["step"].fill_(step)
+    before = [p.detach().clone() for p in params(optimizer)]
+    with pytest.raises(ValueError, match=f"step of a parameter of group 0 is {step} and must be"):
+        optimizer.step()
+    assert_equal([p.detach() for p in params(optimizer)], before)
+
+
+def test_foreach_and_fused_are_ignored():
+    """torch refuses both at once, and foreach with a tensor as learning rate."""
+    groups = [{"params": [parameter()]}, {"params": [parameter()], "fused": False}]
+    options = {"lr": torch.tensor(0.1), "foreach": True, "fused": True}
+    optimizer = torch_bf16.AdamW(groups, **options)
+    assert options.items() <= optimizer.defaults.items()
+    assert [(each["foreach"], each["fused"]) for each in optimizer.param_groups] == [
+        (True, True),
+        (True, False),
+    ]
+    assert_steps(optimizer)
+
+
 def test_a_second_convert_is_refused():
     optimizer = torch_bf16.convert(torch.optim.AdamW([parameter()], lr=0.1), "bf16-stochastic")
     assert_steps(optimizer)

@@ -76,10 +76,14 @@ class BF16Optimizer(torch.optim.Optimizer):
         """
         ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
         options = {k: v for k, v in arguments.items() if k not in {"self", *ours}}
+        # They are ignored, but torch refuses them beside others and for some parameters.
+        ignored = {k: v for k in ("foreach", "fused") if (v := options.pop(k, None)) is not None}
         if defaults:
             torch.optim.Optimizer.__init__(self, options.pop("params"), options)
         else:
             super().__init__(**options)
+        for each in (self.defaults, *self.param_groups):
+            each.update({k: v for k, v in ignored.items() if each[k] is None})
         self._setup(**{name: arguments[name] for name in ours})
 
     def _setup(
