@@ -18,6 +18,7 @@ __all__ = [
     "check_max_norm",
     "check_module",
     "check_ranges",
+    "is_number",
 ]
 
 BACKENDS = ("cpu", "eager", "triton")
@@ -85,14 +86,15 @@ def check_ranges(**hyperparameters: Any) -> None:
     """
     for name, value in hyperparameters.items():
         if name == "betas":
-            pair = isinstance(value, Sequence) and len(value) == 2 and all(map(_is_number, value))
+            pair = isinstance(value, Sequence) and len(value) == 2 and all(map(is_number, value))
             fits = pair and all(0.0 <= beta < 1.0 for beta in value)
             wanted = "two numbers, each at least 0 and below 1"
         else:
-            fits, wanted = _is_number(value) and value >= 0.0, "a number of at least 0"
+            fits, wanted = is_number(value) and value >= 0.0, "a number of at least 0"
         if not fits:
             raise ValueError(f"{name}={value!r} must be {wanted}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a hyperparameter is a real number, or a tensor with one element."""
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)

@@ -1,4 +1,4 @@
-"""Exceptions without a fitting built-in type, and contexts that add to messages."""
+"""Exceptions without a fitting built-in type, and contexts around errors."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "partial_if_begun",
     "prefix_errors",
     "suffix_errors",
+    "unchanged_by_errors",
     "version_numbers",
     "with_article",
 ]
@@ -165,3 +166,24 @@ class suffix_errors:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _USERS) and not str(error).endswith(self._sentence):
             error.args = (f"{str(error).rstrip('.')}. {self._sentence}",)
+
+
+@contextmanager
+def unchanged_by_errors(groups: list[dict[str, Any]], group: Any) -> Iterator[None]:
+    """Undo what adding a parameter group has done if it is refused.
+
+    torch fills the very dict that it is given, which the user may correct as the error says.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        group: the dict that is being added.
+    """
+    count, before = len(groups), dict(group) if isinstance(group, dict) else {}
+    try:
+        yield
+    except Exception:
+        del groups[count:]
+        if isinstance(group, dict):
+            group.clear()
+            group.update(before)
+        raise

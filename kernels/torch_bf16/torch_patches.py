@@ -136,7 +136,7 @@ PATCHES: dict[str, TorchPatch] = {
     ),
     "parameter_data": TorchPatch(
         "data and copy_ of torch.nn.Parameter, and of DTensor's parameters",
-        "the first step with weights='bf16+16' or 'bf16+8'",
+        "the first step with weights='bf16+16' or 'bf16+8', or an unpickled optimizer after it",
         "a write through p.data, which raises no version, or by p.copy_() drops the remainders of "
         "the numbers that it changes, and of no others",
         "numbers written through p.data keep the remainders of the old ones, up to half a bf16 "

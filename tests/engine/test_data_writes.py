@@ -90,6 +90,15 @@ def test_no_low_bits_stay_beside_what_was_written(write):
     assert torch.equal(master, NEW.float())
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_sees_what_is_written_before_its_first_step(copied):
+    p, optimizer = copied(make())
+    in_place(p, None)
+    assert torch.equal(optimizer.exact_weight(p), NEW.float())
+    with pytest.warns(UserWarning, match="written through p.data"):
+        assert torch.equal(frozen_step(optimizer, p), NEW.float())
+
+
 def test_the_warning_comes_once():
     p, optimizer = make()
     p.data = NEW.clone()

@@ -237,12 +237,18 @@ def test_invalid_options_are_refused(ours, options, error, match):
 @pytest.mark.parametrize(
     ("ours", "option", "value", "error", "match"),
     [
-        ("adamw", "lr", None, ValueError, "computed from the options of group 2: {'lr': N"),
-        ("adamw", "lr", torch.ones(2), ValueError, "computed from the options of group 2"),
-        ("adamw", "betas", (1.0, 0.9), ValueError, "computed from the options of group 2"),
-        ("adamw", "betas", 0.9, ValueError, "computed from the options of group 2"),
-        ("adam", "eps", "tiny", ValueError, "computed from the options of group 2"),
-        ("sgd", "weight_decay", None, ValueError, "computed from the options of group 2"),
+        ("adamw", "lr", None, ValueError, "options of group 2: lr=None must be a number"),
+        ("adamw", "lr", torch.ones(2), ValueError, r"of group 2: lr=tensor\(\[1., 1.\]\) must be"),
+        (
+            "adamw",
+            "betas",
+            (1.0, 0.9),
+            ValueError,
+            r"group 2: betas=\(1.0, 0.9\) must be .*ZeroDiv",
+        ),
+        ("adamw", "betas", 0.9, ValueError, "options of group 2: betas=0.9 must be two numbers"),
+        ("adam", "eps", "tiny", ValueError, "options of group 2: eps='tiny' must be a number"),
+        ("sgd", "weight_decay", None, ValueError, "of group 2: weight_decay=None must be a numb"),
         ("sgd", "differentiable", True, NotImplementedError, "differentiable=True in parameter g"),
     ],
 )
@@ -283,6 +289,29 @@ def test_what_cannot_be_converted_says_why_and_goes_on(make, error, match):
     if isinstance(optimizer, torch.optim.Optimizer):
         assert type(optimizer) is make
         optimizer.step(lambda: (p.float() ** 2).sum().requires_grad_())
+
+
+@pytest.mark.parametrize("step", [-5.0, float("nan"), float("inf")])
+def test_a_damaged_step_number_is_named(step):
+    optimizer = begun(torch_bf16.AdamW)
+    optimizer.state[params(optimizer)[0]]["step"].fill_(step)
+    before = [p.detach().clone() for p in params(optimizer)]
+    with pytest.raises(ValueError, match=f"step of a parameter of group 0 is {step} and must be"):
+        optimizer.step()
+    assert_equal([p.detach() for p in params(optimizer)], before)
+
+
+def test_foreach_and_fused_are_ignored():
+    """torch refuses both at once, and foreach with a tensor as learning rate."""
+    groups = [{"params": [parameter()]}, {"params": [parameter()], "fused": False}]
+    options = {"lr": torch.tensor(0.1), "foreach": True, "fused": True}
+    optimizer = torch_bf16.AdamW(groups, **options)
+    assert options.items() <= optimizer.defaults.items()
+    assert [(each["foreach"], each["fused"]) for each in optimizer.param_groups] == [
+        (True, True),
+        (True, False),
+    ]
+    assert_steps(optimizer)
 
 
 def test_a_second_convert_is_refused():

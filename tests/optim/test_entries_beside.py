@@ -40,6 +40,12 @@ def test_the_users_own_entries_stay(kind):
     assert optimizer.state[p]["note"] == "kept"
 
 
+def test_an_entry_before_the_first_step_is_saved():
+    optimizer = torch_bf16.NAdam([nn.Parameter(torch.ones(4, 4).to(BF16))])
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["note"] = "kept"
+    assert optimizer.state_dict()["state"] == {0: {"note": "kept"}}
+
+
 def test_an_entry_that_is_replaced_at_every_step_is_planned_for_once(monkeypatch):
     optimizer, p = begun(torch_bf16.AdamW)
     optimizer.state[p]["mean"] = torch.zeros(())

@@ -1,12 +1,16 @@
 """A second training of the same weights goes on from the masters of the first."""
 
+import copy
 import gc
+import pickle
+from collections import defaultdict
 
 import pytest
 import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.model import remainders
 
 RECIPES = {
     "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),
@@ -114,3 +118,84 @@ def test_weights_that_were_loaded_after_masters_count(recipe):
             p.mul_(0.5)
     second = make(other, recipe)
     assert all(map(torch.equal, exact(other, second), [p.float() for p in other.parameters()]))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_pass_masters_on(recipe, copied):
+    model = cast(recipe)
+    optimizer = make(model, recipe)
+    step(optimizer, 0)
+    model, optimizer = copied((model, optimizer))
+    second = make(model, recipe)
+    assert all(map(torch.equal, exact(model, second), exact(model, optimizer)))
+
+
+def test_masters_are_asked_of_none_but_their_optimizers(recipe, monkeypatch):
+    model = cast(recipe)
+    first = [torch_bf16.SGD([p], recipe=recipe, backend="eager") for p in model.parameters()]
+    for each in first[:2]:
+        step(each, 0)
+    calls = []
+    remember = remainders.remember_planes
+    monkeypatch.setattr(
+        remainders, "remember_planes", lambda *a: (calls.append(len(a[0])), remember(*a))
+    )
+    second = [torch_bf16.SGD([p], recipe=recipe, backend="eager") for p in model.parameters()]
+    assert calls == [1, 1]
+    make(model, recipe)
+    # What the new ones inherited waits for the next one, too.
+    assert calls == [1, 1]
+    assert len(second) == len(first) == 4
+
+
+def replace(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def replace_each(optimizer):
+    for p in optimizer.state:
+        optimizer.state[p] = {"mine": 1}
+
+
+def pop_each(optimizer):
+    for p in [*optimizer.state]:
+        optimizer.state.pop(p)
+
+
+def load_none(optimizer):
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+RESETS = [lambda optimizer: optimizer.state.clear(), replace, replace_each, pop_each, load_none]
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_masters_outlive_states_that_are_reset(reset, recipe):
+    model = cast(recipe)
+    optimizer = make(model, recipe)
+    step(optimizer, 0)
+    before = exact(model, optimizer)
+    reset(optimizer)
+    assert all(map(torch.equal, exact(model, optimizer), before))
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    model[0].bias.grad = model[1].weight.grad = model[1].bias.grad = None
+    for _ in range(2):
+        optimizer.step()
+        assert all(map(torch.equal, exact(model, optimizer), before))
+
+
+@pytest.mark.filterwarnings("ignore:.*written through p.data")
+def test_weights_that_were_written_around_a_reset_count(recipe):
+    model = cast(recipe)
+    optimizer = make(model, recipe)
+    step(optimizer, 0)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        model[1].weight.data.mul_(0.5)
+        optimizer.state.clear()
+        model[0].bias.add_(1.0)
+        model[1].bias.data.add_(1.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(map(torch.equal, exact(model, optimizer), [p.float() for p in model.parameters()]))

@@ -104,10 +104,10 @@ def test_a_run_goes_on_from_a_step_that_broke_off_as_its_copy_does(name, monkeyp
 
 @every_one
 def test_a_step_in_autocast_is_the_same(name):
-    plain, cast = fresh(name), fresh(name)
+    plain, cast = ([*fresh(name), *fresh(name, seed=1)] for _ in range(2))
     runs = ours(name, plain), ours(name, cast)
     train(runs[0], plain, range(3))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.float16):
         train(runs[1], cast, range(3))
     assert_same(*map(snapshot, runs))
 
@@ -235,6 +235,13 @@ def test_groups_that_are_not_muons_are_adamws():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"number 1 of group 0 has shape \(3,\).*use_muon=False"):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))])
+    optimizer = torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adamw_eps=1e-6)
+    group = {"params": [nn.Parameter(torch.ones(3))]}
+    with pytest.raises(ValueError, match="use_muon=False"):
+        optimizer.add_param_group(group)
+    # What the error names helps: torch has filled the dict with Muon's options, eps among them.
+    optimizer.add_param_group({**group, "use_muon": False})
+    assert [each["eps"] for each in optimizer.param_groups] == [1e-7, 1e-6]
     with pytest.raises(ValueError, match="unknown adjust_lr_fn='moon'; known: None, 'original'"):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="moon")
     with pytest.raises(
@@ -244,30 +251,36 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("name", "wrong", "message"),
     [
-        ({"adjust_lr_fn": "match_rms_adam"}, "unknown adjust_lr_fn='match_rms_adam'; known: None"),
-        ({"ns_coefficients": (1, 2)}, r"ns_coefficients=\(1, 2\) must be three numbers"),
-        ({"ns_coefficients": "abc"}, "ns_coefficients='abc' must be three numbers"),
-        ({"ns_steps": 2.5}, "ns_steps=2.5 must be an integer"),
-        ({"momentum": None}, "momentum=None must be a number of at least 0"),
-        ({"eps": -1.0}, "eps=-1.0 must be a number of at least 0"),
+        ("muon", {"adjust_lr_fn": "rms"}, "unknown adjust_lr_fn='rms'; known: None"),
+        ("muon", {"ns_coefficients": (1, 2)}, r"ns_coefficients=\(1, 2\) must be three numbers"),
+        ("muon", {"ns_coefficients": "abc"}, "ns_coefficients='abc' must be three numbers"),
+        ("muon", {"ns_steps": 2.5}, "ns_steps=2.5 must be an integer"),
+        ("muon", {"momentum": None}, "momentum=None must be a number of at least 0"),
+        ("muon", {"eps": -1.0}, "eps=-1.0 must be a number of at least 0"),
+        ("adafactor", {"beta2_decay": None}, "beta2_decay=None must be a number of at most 0"),
+        ("adafactor", {"eps": (None,)}, r"eps=\(None,\) must be two numbers"),
+        ("adafactor", {"eps": (None, None)}, r"eps\[1\]=None must be a number of at least 0"),
+        ("adafactor", {"d": "x"}, "d='x' must be a number of at least 1"),
+        ("adafactor", {"d": 0.0}, "d=0.0 must be a number of at least 1"),
     ],
 )
-def test_a_wrong_option_of_a_group_is_refused_before_any_momentum_changes(wrong, message):
-    parameter = nn.Parameter(torch.ones(2, 2))
+def test_a_wrong_option_of_a_group_is_refused_before_any_state_changes(name, wrong, message):
+    ones = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     with pytest.raises(ValueError, match=f"^parameter group 0: {message}"):
-        torch_bf16.Muon([{"params": [parameter], **wrong}])
-    optimizer = torch_bf16.Muon([parameter])
-    train(optimizer, [parameter], [0])
+        ours(name, [{"params": ones, **wrong}])
+    optimizer = ours(name, [{"params": [each]} for each in ones])
+    train(optimizer, ones, [0])
     before = snapshot(optimizer)
-    optimizer.param_groups[0].update(wrong)
-    with pytest.raises(ValueError, match=f"^parameter group 0: {message}.*Nothing was updated$"):
-        train(optimizer, [parameter], [1])
+    optimizer.param_groups[1].update(wrong)
+    with pytest.raises(ValueError, match=f"^parameter group 1: {message}.*Nothing was updated$"):
+        train(optimizer, ones, [1])
     assert_same(snapshot(optimizer), before)
-    # Nothing computes a direction for a group of AdamW.
-    others = {**wrong, "eps": 1e-8, "use_muon": False}
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **others})
+    if name == "muon":
+        # Nothing computes a direction for a group of AdamW.
+        others = {**wrong, "eps": 1e-8, "use_muon": False}
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **others})
 
 
 def test_a_pickled_muon_keeps_what_its_adamw_groups_start_from():

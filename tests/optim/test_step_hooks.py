@@ -1,5 +1,8 @@
 """`step()` runs hooks and has its range in traces, as torch's own steps do."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -127,3 +130,24 @@ def test_subclasses_and_their_own_steps_are_wrapped_once(optimizer):
         made.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
         made.step()
         assert len(seen) == 1
+
+
+def test_classes_are_not_kept_and_may_get_another_step(optimizer):
+    class Changing(torch_bf16.AdamW):
+        pass
+
+    seen, made = [], Changing(optimizer.param_groups[0]["params"], backend="eager")
+    made.register_step_post_hook(lambda *_: seen.append(1))
+    made.step()
+
+    def step(self, closure=None):
+        return super(type(self), self).step(closure)
+
+    Changing.step = torch.optim.Optimizer.profile_hook_step(step)
+    Changing.step.hooked = True
+    made.step()
+    assert len(seen) == 2
+    kind = weakref.ref(Changing)
+    del Changing, made
+    gc.collect()
+    assert kind() is None

@@ -225,11 +225,26 @@ def test_a_stored_format_is_told_by_names_and_dtypes():
     assert stored_format({}, "exp_avg") is None
 
 
+@pytest.mark.parametrize(("kind", "state"), [("AdamW", "exp_avg"), ("Adafactor", "row_var")])
+def test_numbers_that_fp32_cannot_hold_are_not_called_exact(kind, state, caplog):
+    wide = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+    old = getattr(torch.optim, kind)([wide])
+    new = getattr(torch_bf16, kind)([torch.nn.Parameter(torch.ones(4, 3))], backend="eager")
+    wide.grad = torch.ones_like(wide)
+    old.step()
+    for number in (1 / 3, 1e199):
+        old.state[wide][state].fill_(number)
+        numel = old.state[wide][state].numel()
+        caplog.clear()
+        new.load_state_dict(old.state_dict())
+        assert f"{state} float64 -> fp32: {numel} of {numel} numbers rounded" in caplog.text
+
+
 def test_changes_are_counted_by_kind():
     changes = Changes()
     for lost in (2, 0):
-        changes.add("exp_avg", FP32, BF16_NEAREST, 1000, lost)
-    changes.add("weights", BF16_PLUS_16, BF16_PLUS_FP32, 5, 0)
+        changes.add("exp_avg", FP32.name, BF16_NEAREST.name, 1000, lost)
+    changes.add("weights", BF16_PLUS_16.name, BF16_PLUS_FP32.name, 5, 0)
     assert changes.lost == 2
     assert str(changes) == (
         "exp_avg fp32 -> bf16_nearest: 2 of 2,000 numbers rounded; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_bf16.argument_checks import check_ranges
 from torch_bf16.rules import Rule
 
 from .inputs import ScalarRows, StepInputs
@@ -56,12 +57,12 @@ class HostScalars:
         """Compute the scalars of the next step, for each bucket.
 
         Raises:
-            ValueError: no step can be computed from a group's options, or gradients were scaled by
-                0; nothing has been updated.
+            ValueError: no step can be computed from a group's options or from what a state counts,
+                or gradients were scaled by 0; nothing has been updated.
         """
         self.skipped = inputs.is_skipped
         n = len(groups)
-        steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
+        steps = self._numbers = np.array(self._counts(), np.int64)
         steps += 1
         which: Any = slice(None) if is_active is None else is_active
         self._is_active = which
@@ -83,6 +84,21 @@ class HostScalars:
             np.float64,
         ).astype(np.float32)
         return [ScalarRows(steps[bucket], rows[bucket], table) for bucket in self._buckets]
+
+    def _counts(self) -> list[int]:
+        """The numbers of steps taken."""
+        try:
+            counts = [int(each.item()) for each in self._counters]
+        except (OverflowError, ValueError):  # infinity or NaN
+            counts = [-1]
+        if min(counts, default=0) < 0:
+            numbers = zip(self._groups.tolist(), self._counters, strict=True)
+            group, number = next((g, n) for g, n in numbers if not 0 <= n < np.inf)
+            raise ValueError(
+                f"step of a parameter of group {group} is {number.item()} and must be a number of "
+                "steps; the state is damaged, load it as it was saved. Nothing was updated"
+            )
+        return counts
 
     def count(self, updated: np.ndarray | None = None) -> None:
         """Count the step, once its tensors are updated; see :class:`.backend.ScalarSource`."""
@@ -128,14 +144,14 @@ def evaluate(
     Raises:
         ValueError: they cannot be computed from the group's options.
     """
-    with naming_group(group, number):
+    with naming_group(rule, group, number):
         options = tuple(float(option) for option in rule.options(group))
         return rule.scalars(options, step, sign_of(group) * multiplier)
 
 
 @contextmanager
-def naming_group(group: Mapping[str, Any], number: int) -> Iterator[None]:
-    """Turn an error in the options of a parameter group into one that names the group.
+def naming_group(rule: Rule, group: Mapping[str, Any], number: int) -> Iterator[None]:
+    """Turn an error in the options of a parameter group into one that names group and options.
 
     Raises:
         ValueError: there was an error.
@@ -143,11 +159,45 @@ def naming_group(group: Mapping[str, Any], number: int) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        named = {k: v for k, v in group.items() if not k.startswith("param")}
         raise ValueError(
-            f"no step can be computed from the options of group {number}: {named}; "
-            "set them to numbers. Nothing was updated"
+            f"no step can be computed from the options of group {number}: {_fault(rule, group)} "
+            f"({type(error).__name__}: {error}). Nothing was updated"
         ) from error
+
+
+def _fault(rule: Rule, group: Mapping[str, Any]) -> str:
+    """What is wrong with a group's options, or else those that a rule reads."""
+    read = _Read(group)
+    with suppress(Exception):
+        rule.options(read)
+    faults = []
+    for name in read.names:
+        try:
+            check_ranges(**{name: group[name]})
+        except KeyError:
+            faults.append(f"{name} is missing")
+        except ValueError as error:
+            faults.append(str(error))
+        except Exception:  # a tensor that cannot be compared
+            faults.append(f"{name}={group[name]!r}")
+    return "; ".join(faults or [f"{name}={group[name]!r}" for name in read.names])
+
+
+class _Read(dict[str, Any]):
+    """A parameter group that notes which options are read, in this order."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        super().__init__(group)
+        self.names: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        self.names[name] = None
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self:
+            self.names[name] = None
+        return super().get(name, default)
 
 
 def sign_of(group: Mapping[str, Any]) -> float:

@@ -7,10 +7,11 @@ written a weight; only otherwise are versions compared one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import ne, sub
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Snapshot:
     Attributes:
         dtype: of the parameter.
         shape: of the parameter.
+        state: the parameter's state then, whose master outlives the state.
         data: sees writes that raise no version.
         writes: the step after which an exact weight was last set, and a count of such writes.
     """
@@ -43,6 +45,7 @@ class Snapshot:
     _base: int
     dtype: torch.dtype
     shape: torch.Size
+    state: Mapping[str, Any] = field(default_factory=dict)
     data: DataWatch | None = None
     writes: tuple[int, int] = (0, 0)
     _steps: _Steps = field(default_factory=_Steps)

@@ -29,7 +29,7 @@ __all__ = [
     "forget_empty",
     "forget_written",
     "remember",
-    "remember_masters",
+    "remember_planes",
     "second_plane",
     "split",
     "sync_masters",
@@ -100,20 +100,17 @@ def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
     _keep(module, remainders)
 
 
-def remember_masters(
-    masters: Mapping[Tensor, tuple[Tensor, torch.dtype]], module: nn.Module | None
-) -> None:
-    """Keep the masters that an optimizer has, for another one of the same parameters.
+def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -> None:
+    """Keep what an optimizer has beside weights, until it or another one makes masters of them.
 
     Args:
-        masters: by parameter, this rank's part of the fp32 numbers, and the dtype of the second
-            plane that the other one will keep, for which they are kept meanwhile.
+        planes: by parameter, this rank's part of its master's second plane, in any format.
         module: the module that has the parameters, if it is known; without it, those that are
             found by their place only are left out.
     """
     remainders = {
-        p: _remainder(p, each if dtype == each.dtype else _plane(local(p), each, torch.int16))
-        for p, (each, dtype) in masters.items()
+        p: _remainder(p, each.to(torch.int16) << 8 if each.dtype == torch.int8 else each)
+        for p, each in planes.items()
     }
     if module is not None:
         _keep(module, {id(p): each for p, each in remainders.items()})

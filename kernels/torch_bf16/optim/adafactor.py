@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.argument_checks import check_ranges, is_number
 from torch_bf16.backends import StepInputs, fetch
 from torch_bf16.engine.direction import Direction, Solution
 from torch_bf16.engine.member import Member
+from torch_bf16.errors import prefix_errors
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAFACTOR, ADAFACTOR_VECTOR, Rule
 from torch_bf16.sharding import local, shard_of
@@ -85,6 +87,11 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         super()._check_group(group, number)
         check_real(group, number, type(self).__name__)
 
+    def _check_options(self, group: Mapping[str, Any], number: int) -> None:
+        super()._check_options(group, number)
+        with prefix_errors(lambda: f"parameter group {number}:"):
+            _check_direction(group)
+
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR
 
@@ -93,6 +100,18 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
 
     def direction_of(self, member: Member) -> Direction:
         return (_Matrix if len(member.shard.shape) > 1 else _Vector)(self, member)
+
+
+def _check_direction(options: Mapping[str, Any]) -> None:
+    """Refuse options from which no direction can be computed."""
+    eps, decay, d = options["eps"], options["beta2_decay"], options["d"]
+    if not isinstance(eps, Sequence) or isinstance(eps, str) or len(eps) != 2:
+        raise ValueError(f"eps={eps!r} must be two numbers, the first of which may be None")
+    check_ranges(**{f"eps[{i}]": each for i, each in enumerate(eps) if i or each is not None})
+    if not is_number(decay) or not decay <= 0.0:
+        raise ValueError(f"beta2_decay={decay!r} must be a number of at most 0")
+    if not is_number(d) or not d >= 1.0:
+        raise ValueError(f"d={d!r} must be a number of at least 1")
 
 
 class _Relative(GroupDirection):

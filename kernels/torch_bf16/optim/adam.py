@@ -228,7 +228,9 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         for group in state_dict["param_groups"]:
             beta1, decay = float(group["betas"][0]), float(group["momentum_decay"])
             for key in group["params"]:
-                if own := state.get(key):
+                own = state.get(key)
+                # Users' entries may be all there is before the first step.
+                if own and "step" in own:
                     product = mu_product(beta1, decay, int(own["step"]))
                     product = torch.tensor(product, dtype=torch.float32, device="cpu")
                     state[key] = {**own, "mu_product": product}

@@ -1,27 +1,33 @@
-"""Exact masters of a new optimizer that start where those of an earlier one are.
+"""Exact masters that outlive the states they were in: they are parts of the weights.
 
 A second training of the same weights, with an optimizer of its own, would else start from the bf16
-numbers, and many short trainings at a small learning rate would hardly move.
+numbers, and many short trainings at a small learning rate would hardly move. So would a training
+whose states are reset now and then.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from torch_bf16.backends import fetch
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import local, shard_of
-from torch_bf16.states.views import MASTERS
+from torch_bf16.states.recoding import stored_format
+from torch_bf16.states.views import MASTERS, masters_in
+
+from .overwritten import without_remainders
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["inherit"]
+__all__ = ["inherit", "keep", "register"]
 
 _optimizers: WeakSet[BF16Optimizer] = WeakSet()
 _lock = threading.Lock()
@@ -32,34 +38,91 @@ def inherit(optimizer: BF16Optimizer) -> None:
 
     They are copied, and wait for the first step as the bits do that a cast drops.
     """
+    if others := register(optimizer):
+        waiting = _waiting(optimizer, parameters_of(optimizer))
+        planes = {}
+        for other in others:
+            # Most of many optimizers, such as one for each parameter, have none of these.
+            for parameter in dict.keys(other.state) & waiting:
+                state = dict.get(other.state, parameter, {})
+                if _is_last(other, parameter) and _has_master(state):
+                    waiting.discard(parameter)
+                    planes[parameter] = other, state
+        _remember(planes)
+
+
+def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Let the masters of states that were reset, or taken away, since the last step outlive them.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: those whose states count.
+    """
+    snapshots, lost = optimizer._engine.snapshots, {}
+    for each in parameters:
+        snapshot = snapshots.get(each)
+        if snapshot is None or _has_master(dict.get(optimizer.state, each, {})):
+            continue
+        if _has_master(snapshot.state):
+            lost[each] = optimizer, snapshot.state
+        snapshot.state = {}
+    if lost:
+        waiting = _waiting(optimizer, lost)
+        _remember({p: each for p, each in lost.items() if p in waiting})
+
+
+def register(optimizer: BF16Optimizer) -> list[BF16Optimizer]:
+    """Let later optimizers inherit masters from one that is new, a copy or unpickled.
+
+    Returns:
+        The other optimizers that live.
+    """
     with _lock:
         others = [each for each in _optimizers if each is not optimizer]
         _optimizers.add(optimizer)
-    if not others:
-        return
-    parameters = [p for p in parameters_of(optimizer) if p.dtype == torch.bfloat16]
-    shards = [*map(shard_of, parameters)]
-    remainders.forget_written(shards)
-    known = remainders.find_remainders(shards)
-    waiting = [p for p, each in zip(parameters, known, strict=True) if each is None]
-    for other in others:
-        masters = {p: _master(optimizer, other, p) for p in waiting}
-        found = {p: master for p, master in masters.items() if master is not None}
-        remainders.remember_masters(found, other._engine.model())
+    return others
 
 
-def _master(
-    optimizer: BF16Optimizer, other: BF16Optimizer, parameter: Tensor
-) -> tuple[Tensor, torch.dtype] | None:
-    """This rank's part of the fp32 numbers that ``other`` has of a weight, if they are its last.
+def _has_master(state: Any) -> bool:
+    return isinstance(state, Mapping) and not MASTERS.isdisjoint(state)
 
-    Also the dtype of the plane that ``optimizer`` will keep beside the weight.
-    """
-    shard, engine = shard_of(parameter), other._engine
-    format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
+
+def _is_last(optimizer: BF16Optimizer, parameter: Tensor) -> bool:
+    """Whether nothing has written a weight since the optimizer has stepped or loaded it."""
+    engine = optimizer._engine
     snapshot = engine.snapshots.get(parameter)
     version = engine.loaded.get(parameter) if snapshot is None else snapshot.version
-    if len(format_.planes) == 1 or version != shard.version():
-        return None
-    has_one = not MASTERS.isdisjoint(dict.get(other.state, parameter, {}))
-    return (local(other.exact_weight(parameter)), format_.planes[1].dtype) if has_one else None
+    return version == shard_of(parameter).version()
+
+
+def _waiting(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> set[Tensor]:
+    """The parameters that get an exact master whose bits are not known otherwise."""
+    shards = [shard_of(p) for p in parameters if p.dtype == torch.bfloat16]
+    remainders.forget_written(shards)
+    format_of = optimizer.recipe.format_of
+    return {
+        shard.parameter
+        for shard, known in zip(shards, remainders.find_remainders(shards), strict=True)
+        if known is None
+        and len(format_of("weights", shard.shape, shard.parameter.dtype).planes) > 1
+    }
+
+
+def _remember(states: Mapping[Tensor, tuple[BF16Optimizer, Mapping[str, Any]]]) -> None:
+    """Remember the masters in these states, each of which belongs to an optimizer."""
+    planes: dict[int, tuple[Any, dict[Tensor, Tensor]]] = {}
+    for parameter, (optimizer, state) in states.items():
+        shard, model = shard_of(parameter), optimizer._engine.model()
+        valid = without_remainders(optimizer, shard, state)
+        masters = masters_in({k: local(each) for k, each in valid.items() if k in MASTERS})
+        for plane in masters.values():
+            visible = shard.memory.contiguous()
+            (kept,) = fetch([plane], visible.device)
+            # Whether a whole master is stale shows only in its numbers.
+            format_ = stored_format(masters, "") if plane.is_floating_point() else None
+            kept = kept.detach().clone() if format_ is None else format_.decode([visible, kept])
+            # The copy waits where the master will be.
+            planes.setdefault(id(model), (model, {}))[1][parameter] = kept.to(plane.device)
+    # Each call walks the whole model.
+    for model, of_model in planes.values():
+        remainders.remember_planes(of_model, model)

@@ -40,10 +40,19 @@ def orthogonalise_each(
 ) -> list[Tensor]:
     """:func:`orthogonalise` each matrix, to the same bits, with batched products if they are small.
 
+    An autocast around the step has no effect, in which products would have other bits.
+
     Args:
         matrices: matrices of one shape on one device.
         coefficients: as for :func:`orthogonalise`, like the other arguments.
     """
+    with torch.autocast(matrices[0].device.type, enabled=False):
+        return _orthogonalise_each(matrices, coefficients, steps, eps)
+
+
+def _orthogonalise_each(
+    matrices: Sequence[Tensor], coefficients: Sequence[float], steps: int, eps: float
+) -> list[Tensor]:
     (rows, columns), device = matrices[0].shape, matrices[0].device
     small = 0 < matrices[0].numel() <= SMALL
     if len(matrices) == 1 or not small or not _same_bits(len(matrices), rows, columns, device):

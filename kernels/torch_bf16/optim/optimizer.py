@@ -18,21 +18,20 @@ from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States, set_seen
-from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
+from torch_bf16.errors import UNTOUCHED, Label, suffix_errors, unchanged_by_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
 from torch_bf16.model import blended_weights
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard, shard_of
+from torch_bf16.sharding import Shard
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
 from . import exact_weights, inherited_masters, shared_states
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
-from .overwritten import drop_remainders, states_without_remainders
+from .overwritten import drop_remainders, look_for_writes, states_without_remainders
 from .planning import check_recipe, make_plan, with_gradients
 from .replaced import check_in_model
 from .step_hooks import hooked
@@ -77,10 +76,14 @@ class BF16Optimizer(torch.optim.Optimizer):
         """
         ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
         options = {k: v for k, v in arguments.items() if k not in {"self", *ours}}
+        # They are ignored, but torch refuses them beside others and for some parameters.
+        ignored = {k: v for k in ("foreach", "fused") if (v := options.pop(k, None)) is not None}
         if defaults:
             torch.optim.Optimizer.__init__(self, options.pop("params"), options)
         else:
             super().__init__(**options)
+        for each in (self.defaults, *self.param_groups):
+            each.update({k: v for k, v in ignored.items() if each[k] is None})
         self._setup(**{name: arguments[name] for name in ours})
 
     def _setup(
@@ -226,6 +229,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         Returns:
             A new fp32 tensor; of an fp32 or complex64 parameter the parameter itself, detached.
         """
+        inherited_masters.keep(self, [parameter])
         return exact_weights.read(self, parameter)
 
     @torch.no_grad()
@@ -300,12 +304,9 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: a parameter's dtype cannot be trained by these optimizers.
             NotImplementedError: an option of the group is not supported.
         """
-        super().add_param_group(param_group)
-        try:
+        with unchanged_by_errors(self.param_groups, param_group):
+            super().add_param_group(param_group)
             self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except Exception:
-            self.param_groups.pop()
-            raise
         # torch's constructor adds the first groups, before there is an engine.
         if (engine := engine_of(self)) is not None:
             engine.hook_parameters()
@@ -358,8 +359,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         if "_engine" in state:
             set_seen(self.state, seen)
             self.observers = []
-            shards = [shard_of(each) for each in self.state if isinstance(each, Tensor)]
-            self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
+            look_for_writes(self)
+            inherited_masters.register(self)
             accumulate_as(self.recipe, self)
             release_as(self._engine.release_options, self)
 

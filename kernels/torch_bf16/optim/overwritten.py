@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
-from torch_bf16.engine.data_writes import REMAINDERS
+from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import Format
@@ -25,7 +25,12 @@ from torch_bf16.states.views import MASTERS
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["drop_remainders", "states_without_remainders", "without_remainders"]
+__all__ = [
+    "drop_remainders",
+    "look_for_writes",
+    "states_without_remainders",
+    "without_remainders",
+]
 
 # A warning names writes in place before _BLENDS of _WINDOW steps, as by a Lookahead: loading, or
 # making weights anew, is rarer. Only the first _LOOKS steps count, because the host waits for it.
@@ -121,6 +126,15 @@ def states_without_remainders(optimizer: BF16Optimizer) -> States:
         dict.__setitem__(states, key, state)
     states.seen = getattr(optimizer.state, "seen", True)
     return states
+
+
+def look_for_writes(optimizer: BF16Optimizer) -> None:
+    """Let a copy's states belong to the weights as they are now: later writes make them void."""
+    shards = [shard_of(each) for each in dict.keys(optimizer.state) if isinstance(each, Tensor)]
+    for shard in shards:
+        snapshot = optimizer._engine.snapshots[shard.parameter] = Snapshot.of(shard)
+        snapshot.state = dict.get(optimizer.state, shard.parameter, {})
+        snapshot.data = DataWatch.of(shard, snapshot.state)
 
 
 def _replace(plane: Tensor, shard: Shard, key: str) -> bool:

@@ -25,6 +25,7 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
+from . import inherited_masters
 from .overview import overview_of
 from .replaced import check_replaced
 from .validation import (
@@ -56,6 +57,7 @@ def collect(
     # With offload, states may be on any device, and are moved to where they belong.
     offloads = optimizer.recipe.offload != "none"
     collected, labels = [], {}
+    inherited_masters.keep(optimizer, parameters)
     groups = optimizer.param_groups
     for number, position, before in overview.places_of(parameters):
         parameter = groups[number]["params"][position]
@@ -218,6 +220,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
+        each.snapshot.state = each.state
         each.snapshot.data = DataWatch.of(each.shard, each.state, each.snapshot.data)
     # Not of weights written since: the step first checks whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())

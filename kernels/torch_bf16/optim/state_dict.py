@@ -23,6 +23,7 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import from_view, gatherable, is_stand_in, to_view
 
+from . import inherited_masters
 from .overwritten import without_remainders
 from .validation import FULLY_DECOUPLED, resolve_peak_lr
 from .variants import VARIANTS
@@ -48,6 +49,7 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
     def before(_: Any) -> None:
         nonlocal was_seen
         was_seen = getattr(optimizer.state, "seen", True)
+        inherited_masters.keep(optimizer, parameters_of(optimizer))
 
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
@@ -153,6 +155,7 @@ def load(
         # Errors of the user's hooks, which follow, come too late for it.
         unchanged.cancel()
         dict.update(optimizer.state, loaded)
+        inherited_masters.keep(optimizer, parameters_of(optimizer))
         set_seen(optimizer.state, was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.loaded = {each: shard_of(each).version() for each in loaded}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import profiler
@@ -29,15 +30,19 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     by_torch = torch.optim.Optimizer.profile_hook_step(step)
 
-    @cache
-    def is_called_by_another(kind: type) -> bool:
-        """Whether a subclass has its own ``step()``, which torch has wrapped with the hooks."""
-        own: Any = kind.step
-        return inspect.unwrap(own) is not step and getattr(own, "hooked", False)
+    # By the method and not by its class, which would live on, and may get another method later.
+    known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def is_called_by_another(own: Any) -> bool:
+        """Whether a class has its own ``step()``, which torch has wrapped with the hooks."""
+        if (answer := known.get(own)) is None:
+            is_wrapped = getattr(own, "hooked", False)
+            answer = known[own] = inspect.unwrap(own) is not step and is_wrapped
+        return answer
 
     @wraps(step)
     def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if is_called_by_another(type(self)):
+        if is_called_by_another(type(self).step):
             return step(self, *args, **kwargs)
         # A closure may add hooks. The profiler's flag is private to torch; if it is missing,
         # torch's wrapper is always called.

@@ -97,7 +97,7 @@ def complete_state(
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, shard, recipe, label, changes)
     whole = {
-        each.name: _factor(state.get(each.name), each, shard, label)
+        each.name: _factor(state.get(each.name), each, shard, label, changes)
         for each in rule.stage_states
         if each.name in factors
     }
@@ -134,7 +134,12 @@ def complete_moment(
         )
     x = source.decode(saved)
     planes = tuple(map(home.put, recode(x, format_)))
-    changes.add(name, source, format_, x.numel(), _differing(format_.decode(planes), x))
+    now, then, old = format_.decode(planes), x, source.name
+    if source is FP32 and saved[0].dtype != torch.float32:
+        old = str(saved[0].dtype).removeprefix("torch.")
+    if saved[0].dtype == torch.float64:  # decoding has rounded it
+        now, then = now.double(), saved[0]
+    changes.add(name, old, format_.name, x.numel(), _differing(now, then))
     return planes
 
 
@@ -184,7 +189,7 @@ def complete_master(
     x = source.decode([visible, *planes])
     remainder = tuple(map(home.put, recode_weight(x, visible, weights)))
     now = weights.decode([visible, *remainder])
-    changes.add("weights", source, weights, x.numel(), _differing(now, x))
+    changes.add("weights", source.name, weights.name, x.numel(), _differing(now, x))
     return dict(zip(keys, remainder, strict=True))
 
 
@@ -214,7 +219,8 @@ def _take_states(
 
 def _differing(new: Tensor, old: Tensor) -> int:
     # Bits are compared, so that a NaN equals itself, and 0.0 differs from -0.0.
-    return int((new.view(torch.int32) != old.view(torch.int32)).sum())
+    bits = torch.int64 if old.dtype == torch.float64 else torch.int32
+    return int((new.view(bits) != old.view(bits)).sum())
 
 
 def _check_shape(saved: Any, shape: Sequence[int], key: str, label: Label) -> None:
@@ -258,7 +264,7 @@ def _step(state: Mapping[str, Any], rule: Rule, label: Label) -> Tensor:
     return number.reshape(()) if number.ndim else number
 
 
-def _factor(saved: Any, state: State, shard: Shard, label: Label) -> Tensor:
+def _factor(saved: Any, state: State, shard: Shard, label: Label, changes: Changes) -> Tensor:
     """A state with a shape of its own, such as Adafactor's rows: fp32, whole on every rank."""
     shape = state.shape(shard.shape)  # pyright: ignore[reportOptionalCall]
     # On the device even if the recipe offloads states: it is small, and each step reads all of it.
@@ -268,7 +274,7 @@ def _factor(saved: Any, state: State, shard: Shard, label: Label) -> Tensor:
     if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
         # FSDP1 can only gather states of the parameter's shape: it was saved expanded.
         saved = shard.unexpand(saved, shape)
-    return _fitting(saved, shape, home, state.name, label).float()
+    return complete_moment({state.name: saved}, state.name, FP32, home, label, changes)[0]
 
 
 def _first_master(shard: Shard, dtype: torch.dtype, home: Home) -> Tensor:

@@ -36,9 +36,9 @@ class Changes:
 
     counts: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
 
-    def add(self, name: str, old: Format, new: Format, numbers: int, lost: int) -> None:
-        """Count the numbers of one tensor."""
-        count = self.counts.setdefault((name, old.name, new.name), [0, 0])
+    def add(self, name: str, old: str, new: str, numbers: int, lost: int) -> None:
+        """Count the numbers of one tensor, which had one format, or dtype, and has another."""
+        count = self.counts.setdefault((name, old, new), [0, 0])
         count[0] += numbers
         count[1] += lost
 
@@ -112,7 +112,7 @@ def without_stale_remainders(
             continue
         if narrow or (value.is_floating_point() and value.dtype != shown):
             kept.pop(plane.suffix, None)
-            changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
+            changes.add("weights", format_.name, BF16_NEAREST.name, value.numel(), value.numel())
     return kept
 
 

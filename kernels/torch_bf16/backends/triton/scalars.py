@@ -178,7 +178,7 @@ class DeviceScalars:
         values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
         for number in self._active_groups:
             group = groups[number]
-            with naming_group(group, number):
+            with naming_group(self._rule, group, number):
                 values += (*self._rule.options(group), sign_of(group))
         width = (len(values) - _OF_STEP) // len(self._active_groups)
         # The same Python numbers have the same values; tensors and arrays may have been written to.
@@ -248,7 +248,7 @@ class DeviceScalars:
         options: dict[int, list[tuple[int, float]]] = {}
         for place, number in enumerate(self._active_groups):
             first = _OF_STEP + place * width
-            with naming_group(groups[number], number):
+            with naming_group(self._rule, groups[number], number):
                 options[number] = [*map(self._encode_value, values[first : first + width])]
         for number in self._groups:
             encoded += options.get(number) or [(0, 0.0)] * width
