@@ -11,6 +11,8 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16.model import remainders
+from torch_bf16.numerics.rounding import split16
+from torch_bf16.sharding import shard_of
 
 RECIPES = {
     "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),
@@ -199,3 +201,19 @@ def test_weights_that_were_written_around_a_reset_count(recipe):
         p.grad = torch.zeros_like(p)
     optimizer.step()
     assert all(map(torch.equal, exact(model, optimizer), [p.float() for p in model.parameters()]))
+
+
+def test_the_bits_of_a_cast_outlast_a_broadcast_of_the_same_numbers(recipe):
+    """DDP writes the weights before ``sync_masters`` asks for the bits that the cast dropped."""
+    another, model = cast(recipe), cast(recipe)
+    first = make(another, recipe)
+    exact_before = exact(model, make(model, recipe))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.clone())
+    make(model, recipe)
+    for p, expected in zip(model.parameters(), exact_before, strict=True):
+        bits = remainders.find_remainder(shard_of(p)).bits
+        lower = expected if bits.dtype == torch.float32 else split16(expected)[1]
+        assert torch.equal(bits, lower)
+    assert first.param_groups

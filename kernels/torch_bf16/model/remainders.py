@@ -25,6 +25,7 @@ from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, 
 __all__ = [
     "find_remainder",
     "find_remainders",
+    "find_unwritten",
     "forget",
     "forget_empty",
     "forget_written",
@@ -163,6 +164,15 @@ def find_remainders(shards: Iterable[Shard]) -> list[_Remainder | None]:
             place = _place_of(shard, fresh)
         remainders.append(None if place is None else _by_owner.get(place[0], {}).get(place[1]))
     return remainders
+
+
+def find_unwritten(shards: Sequence[Shard]) -> list[_Remainder | None]:
+    """:func:`find_remainders`, without those of parameters that were written since.
+
+    A write may be a broadcast of the same numbers, so :func:`sync_masters` still counts these.
+    """
+    found = zip(shards, find_remainders(shards), strict=True)
+    return [None if each is None or _was_written(shard, each) else each for shard, each in found]
 
 
 def _found_by_place(shard: Shard) -> bool:

@@ -98,11 +98,10 @@ def _is_last(optimizer: BF16Optimizer, parameter: Tensor) -> bool:
 def _waiting(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> set[Tensor]:
     """The parameters that get an exact master whose bits are not known otherwise."""
     shards = [shard_of(p) for p in parameters if p.dtype == torch.bfloat16]
-    remainders.forget_written(shards)
     format_of = optimizer.recipe.format_of
     return {
         shard.parameter
-        for shard, known in zip(shards, remainders.find_remainders(shards), strict=True)
+        for shard, known in zip(shards, remainders.find_unwritten(shards), strict=True)
         if known is None
         and len(format_of("weights", shard.shape, shard.parameter.dtype).planes) > 1
     }
@@ -123,6 +122,7 @@ def _remember(states: Mapping[Tensor, tuple[BF16Optimizer, Mapping[str, Any]]]) 
             kept = kept.detach().clone() if format_ is None else format_.decode([visible, kept])
             # The copy waits where the master will be.
             planes.setdefault(id(model), (model, {}))[1][parameter] = kept.to(plane.device)
+    remainders.forget(*map(shard_of, states))
     # Each call walks the whole model.
     for model, of_model in planes.values():
         remainders.remember_planes(of_model, model)
