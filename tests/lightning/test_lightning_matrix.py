@@ -41,21 +41,13 @@ RESUMED = [
 ]
 
 
-def each_of(cells):
-    # All that is tried in one cell comes together, so that what is kept of it is not redone.
-    return pytest.mark.parametrize("cell", cells, ids=lambda cell: cell.id, scope="module")
-
-
-every_cell = each_of(CELLS)
 # Both packages are one source under two names, and a test below has both train the same bits. Each
 # strategy and host is in one recipe in four processes, and in the other in two.
-cells_of_one_package = each_of(
-    [
-        cell
-        for cell in CELLS
-        if cell.package.startswith("lightning.") and (cell.world == 4 or cell.mode == MODES[1])
-    ]
-)
+CLIPPED = [
+    cell
+    for cell in CELLS
+    if cell.package.startswith("lightning.") and (cell.world == 4 or cell.mode == MODES[1])
+]
 in_fp32 = functools.cache(in_fp32)
 
 
@@ -63,12 +55,6 @@ in_fp32 = functools.cache(in_fp32)
 def fits(ranks):
     """``fits(cell)``: what all ranks of it ended with, who train once."""
     return functools.cache(lambda cell, *given: alike(ranks(cell.world, fit, cell, *given)))
-
-
-@pytest.fixture(scope="module")
-def clips(ranks):
-    """``clips(cell)``: what each rank of it noted, who train once."""
-    return functools.cache(lambda cell: ranks(cell.world, clip, cell))
 
 
 def alike(everywhere):
@@ -98,14 +84,22 @@ def first_of(cell):
     return next(each for each in CELLS if each.mesh[0] == cell.mesh[0])
 
 
-@every_cell
-def test_weights_go_the_way_of_fp32(fits, cell):
-    assert_near_fp32(cell, fits(cell), together=False)
+# One test for all packages and hosts of a way: pytest-xdist may give tests to workers that would
+# have to train the same again.
+@pytest.mark.parametrize("cells", WAYS.values(), ids=WAYS)
+def test_hosts_of_both_packages_train_the_same_bits_which_go_the_way_of_fp32(fits, cells):
+    first, *others = cells
+    assert others
+    assert_near_fp32(first, fits(first), together=False)
+    for cell in others:
+        assert_same(fits(first), fits(cell), cell.id)
 
 
-@cells_of_one_package
-def test_clipping_by_the_exact_norm_of_micro_batches_goes_the_way_of_fp32(clips, cell):
-    found = clips(cell)
+@pytest.mark.parametrize("cell", CLIPPED, ids=lambda cell: cell.id)
+def test_clipping_by_the_norm_of_micro_batches_is_fp32s_and_a_resumed_run_has_the_same_bits(
+    ranks, cell, tmp_path
+):
+    found = ranks(cell.world, clip, cell)
     numbers = alike([numbers for numbers, _, _ in found])
     assert_near_fp32(cell, numbers, together=True)
     _, expected = in_fp32(first_of(cell), True)
@@ -115,21 +109,8 @@ def test_clipping_by_the_exact_norm_of_micro_batches_goes_the_way_of_fp32(clips,
             assert exact > 2 * LIMIT
             assert abs(clipped_by / exact - 1) < 1e-5, (exact, clipped_by)
             assert abs(exact / fp32 - 1) < NORM_WITHIN, (exact, fp32)
-
-
-@cells_of_one_package
-def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(ranks, clips, cell, tmp_path):
     resumed = ranks(cell.world, stop_and_go_on, cell, tmp_path / "half.ckpt")
-    expected, _, _ = clips(cell)[0]
-    assert_same(expected, alike(resumed))
-
-
-@pytest.mark.parametrize("cells", WAYS.values(), ids=WAYS)
-def test_trainer_and_fabric_of_both_packages_train_the_same_bits(fits, cells):
-    first, *others = cells
-    assert others
-    for cell in others:
-        assert_same(fits(first), fits(cell), cell.id)
+    assert_same(numbers, alike(resumed))
 
 
 @pytest.mark.parametrize(("before", "after"), RESUMED)

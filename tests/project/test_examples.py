@@ -88,7 +88,7 @@ NOTHING_COMPILED = {"BF16_BACKEND": "eager"}
 
 
 def test_the_convergence_study_compares_every_recipe_in_pairs(tmp_path: Path) -> None:
-    options = [*STUDY, "--out=study"]
+    options = [*STUDY, "--width=16", "--out=study"]
     output = run_script(EXAMPLES / "convergence.py", *options, folder=tmp_path, **NOTHING_COMPILED)
     assert "bf16 nearest" in output
     record = json.loads((tmp_path / "study" / "convergence.json").read_text())
