@@ -88,34 +88,20 @@ class Pending:
         if self._clipped is not None:
             self.only_for(gradients)
 
-    def is_stale(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the requests are for other gradients than these parameters have now."""
-        if self._clipped is None:
-            return False
-        return not self._clipped.left(_gradients(parameters))
-
-    def settle(self, parameters: Iterable[Tensor]) -> None:
-        """Cancel requests for other gradients than these parameters have now, with a warning.
+    def settle(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the requests are for gradients that these parameters still have, unwritten.
 
         If there are others beside those that were clipped, these are scaled in place: the step
         scales what it reads, and the others were not clipped.
         """
         if self._clipped is None:
-            return
-        gradients = _gradients(parameters)
+            return True
+        gradients = [each for each in gradients_of(parameters) if each is not None]
         left = self._clipped.left(gradients)
         if left and len(left) < len(gradients):
             scale_in_place(left, self.coefficient)
             self.forget_coefficient()
-        if not left:
-            self.reset()
-            warnings.warn(
-                "gradients were clipped and then replaced or written before a step read them, for "
-                "example by model.zero_grad(), p.grad = None or another backward(): this step "
-                "scales nothing and skips nothing. Clip after the last backward() before the step, "
-                "and call torch_bf16.scale_gradients(optimizer) before you write them yourself",
-                stacklevel=4,
-            )
+        return bool(left)
 
     def skip_where(self, found_inf: Tensor) -> None:
         """Skip the step if ``found_inf`` is not 0.
@@ -138,7 +124,15 @@ class Pending:
             optimizer: the optimizer that steps; ``GradScaler`` sets attributes of it.
             parameters: all that may have a gradient.
         """
-        self.settle(parameters)
+        if not self.settle(parameters):
+            self.reset()
+            warnings.warn(
+                "gradients were clipped and then replaced or written before a step read them, for "
+                "example by model.zero_grad(), p.grad = None or another backward(): this step "
+                "scales nothing and skips nothing. Clip after the last backward() before the step, "
+                "and call torch_bf16.scale_gradients(optimizer) before you write them yourself",
+                stacklevel=3,
+            )
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         skip = self._found_inf
         if skip is not None and skip.dtype != torch.float32:
@@ -173,10 +167,6 @@ class Pending:
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""
         return sum(int(each) for each in self._skipped.values())
-
-
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [each for each in gradients_of(parameters) if each is not None]
 
 
 @torch.no_grad()

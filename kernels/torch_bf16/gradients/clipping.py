@@ -82,8 +82,7 @@ def total_norm(
     given = _as_list(optimizers, Optimizer, _NO_CLIPPED.format("total_norm"))
     coefficients = []
     for owned, pending in _pending_in(given):
-        if not pending.is_stale(owned):
-            pending.settle(owned)
+        if pending.settle(owned):
             coefficients.append((owned, pending.coefficient))
     return _norm_as_scaled({id(p): p for p in _as_list(parameters)}, coefficients)
 
@@ -227,9 +226,8 @@ def clip_next_step(
     gradients = {each: _gradients_of(owned[each]) for each in pending_of_each}
     for optimizer, pending in pending_of_each.items():
         # An earlier clip was for older gradients, such as those before another backward().
-        if pending.is_stale(owned[optimizer]):
+        if not pending.settle(owned[optimizer]):
             pending.reset()
-        pending.settle(owned[optimizer])
     coefficients = [(owned[each], pending.coefficient) for each, pending in pending_of_each.items()]
     norm = _norm_as_scaled(clipped, coefficients)
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
@@ -277,9 +275,8 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
     given = _as_list(optimizers, Optimizer, _NO_CLIPPED.format("scale_gradients"))
     for parameters, pending in _pending_in(given):
         # Of gradients that are gone, the step warns.
-        if pending.is_stale(parameters):
+        if not pending.settle(parameters):
             continue
-        pending.settle(parameters)
         _scale(parameters, pending.coefficient)
         pending.forget_coefficient()
 
