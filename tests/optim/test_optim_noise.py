@@ -12,7 +12,9 @@ from optimizer_cases import (
     snapshot,
 )
 
+import torch_bf16
 from torch_bf16 import get_recipe
+from torch_bf16.optim import shared_noise
 
 STOCHASTIC = [("adamw", backend) for backend in BACKENDS] + [("sgd", "cpu")]
 stochastic = pytest.mark.parametrize(("name", "backend"), STOCHASTIC)
@@ -72,3 +74,45 @@ def test_two_steps_draw_apart():
     # Independent fair draws agree n/2 times with deviation sqrt(n)/2 = 32; five of those.
     assert abs((first == second).sum().item() - n / 2) < 5 * 32
     assert abs(first.sum().item() - n / 2) < 5 * 32
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A cast model with gradients; nothing has been warned of."""
+    monkeypatch.setattr(shared_noise, "_warned", False)
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(5)]
+    model = torch_bf16.cast_model(torch.nn.Sequential(*layers))
+    set_gradients(model.parameters(), 0)
+    return model
+
+
+def step_each(optimizers):
+    for each in optimizers:
+        each.step()
+
+
+def test_an_optimizer_for_each_weight_without_names_is_named_once(model):
+    optimizers = [torch_bf16.AdamW([p]) for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"0\.weight, 1\.weight, 2\.weight.*seed 0") as warned:
+        step_each([*optimizers, *optimizers])
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        lambda model: [torch_bf16.AdamW([each]) for each in model.named_parameters()],
+        lambda model: [
+            torch_bf16.AdamW([p], recipe=get_recipe("bf16-stochastic", seed=seed))
+            for seed, p in enumerate(model.parameters())
+        ],
+        lambda model: [
+            torch_bf16.AdamW([p], recipe="bf16-fp32-master") for p in model.parameters()
+        ],
+        lambda model: [torch_bf16.AdamW([p]) for p in [*model.parameters()][:3]],
+        lambda model: [torch_bf16.AdamW(model.parameters()) for _ in range(5)],
+    ],
+    ids=["names", "seeds", "exact", "few", "whole"],
+)
+def test_optimizers_with_noise_of_their_own_are_not_warned_of(model, apart):
+    step_each(apart(model))

@@ -25,7 +25,7 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
-from . import inherited_masters
+from . import inherited_masters, shared_noise
 from .overview import overview_of
 from .replaced import check_replaced
 from .validation import (
@@ -104,6 +104,8 @@ def make_plan(
     ]
     if engine.release is None:
         remainders.forget(*_check_cast(optimizer, members))
+    if last is None:
+        shared_noise.look(optimizer, members)
     if kept:
         for parameter in kept.keys() & steps.keys():
             kept[parameter].state["step"] = steps[parameter]

@@ -1,0 +1,74 @@
+"""Warns of optimizers that draw the same noise, because each has a single weight without a name.
+
+torch's tutorial on steps in the backward pass makes one optimizer for each parameter of a model.
+Each is parameter 0 of its optimizer then, and its position is all that keys its noise.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from torch_bf16.engine.engine import Engine
+from torch_bf16.engine.member import Member
+from torch_bf16.model.cast_modules import cast_models
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .optimizer import BF16Optimizer
+
+__all__ = ["look"]
+
+# Two or three optimizers, for parts of a model, are common, and their noise does little harm.
+_MANY = 4
+
+# Engines of optimizers with one weight without a name: the weight's id and the seed.
+_single: WeakKeyDictionary[Engine, tuple[int, int]] = WeakKeyDictionary()
+_lock = threading.Lock()
+_warned = False
+
+
+def look(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
+    """Warn once if many weights of a cast model have such an optimizer each.
+
+    Args:
+        optimizer: an optimizer whose first step is planned.
+        members: the members of that plan.
+    """
+    global _warned
+    is_single = sum(len(group["params"]) for group in optimizer.param_groups) == 1
+    if _warned or not is_single or not all(_is_unnamed_and_rounded(each) for each in members):
+        return
+    seed = optimizer.recipe.seed
+    with _lock:
+        for each in members:
+            _single[optimizer._engine] = id(each.parameter), seed
+        single = [*_single.values()]
+    # Only at 4, 8, 16 ...: a search among all weights for each of them would take too long.
+    if len(single) < _MANY or len(single) & (len(single) - 1):
+        return
+    alike = {number for number, other in single if other == seed}
+    for model in cast_models():
+        names = [name for name, each in model.named_parameters() if id(each) in alike]
+        if len(names) >= _MANY:
+            _warned = True
+            _warn(type(optimizer).__name__, names, seed)
+            return
+
+
+def _is_unnamed_and_rounded(member: Member) -> bool:
+    return member.weights.stochastic and member.shard.name == "#0"
+
+
+def _warn(kind: str, names: list[str], seed: int) -> None:
+    warnings.warn(
+        f"at least {len(names)} optimizers with one parameter each ({', '.join(names[:3])}, ...) "
+        f"have no names for them and draw the same noise (seed {seed}), so that the roundings of "
+        "different weights do not average out. Give each its name, "
+        f"{kind}([(name, parameter)]) for name, parameter in model.named_parameters(), or use one "
+        "optimizer and torch_bf16.release_gradients(model, optimizer)",
+        stacklevel=2,
+    )
