@@ -2,14 +2,13 @@
 
 Each part is Python source in which all numbers are written out: Numba takes tens of milliseconds
 to compile a function, however small, so with one for each number a kernel took a third longer. A
-part comes in two forms: ``one`` for one element, and ``two`` for two neighbours, of which the first
-has an even global index. ``planes`` has a tuple of pointers for each number and ``i`` is the
-(first) element; for formats in blocks, ``j`` is the number of the pair in its tile, and ``scratch``
-the memory that :mod:`.blocks` describes.
+part treats two neighbours, of which the first has an even global index. ``planes`` has a tuple of
+pointers for each number and ``i`` is the first element; for formats in blocks, ``j`` is the number
+of the pair in its tile, and ``scratch`` the memory that :mod:`.blocks` describes.
 
-For a gradient and a weight in bf16 the second form of :func:`reads` is ::
+For a gradient and a weight in bf16 the result of :func:`reads` is ::
 
-    def two(planes, i, scratch, j):
+    def read(planes, i, scratch, j):
         a0_0, b0_0 = loads0_0(planes[0][0], i)
         a1_0, b1_0 = loads1_0(planes[1][0], i)
         return (decode0((a0_0, )), decode1((a1_0, )), ), (decode0((b0_0, )), decode1((b1_0, )), )
@@ -25,7 +24,7 @@ import numpy as np
 
 from torch_bf16.formats import Format
 
-from .bits import inlined, no_effect, no_values, no_values_of_two
+from .bits import inlined, no_effect, no_values_of_two
 from .blocks import (
     BLOCK_CODECS,
     NOISE,
@@ -37,7 +36,7 @@ from .blocks import (
     spread,
     threshold,
 )
-from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
+from .codecs import CODECS, lower_draw, upper_draw, word_pair
 from .compiler import Compiler, tuple_of
 from .llvm_hints import SCRATCH
 from .loads_stores import LOADS, STORES
@@ -61,32 +60,29 @@ def scratch_offsets(formats):
 
 
 def words(compiler: Compiler, n: int):
-    """``one(keys, index)`` and ``two(keys, index, near)``: random words of elements as tuples.
+    """``words(keys, index, near)``: the random words of two elements as tuples.
 
     There are ``n`` words for an element, and two keys for each word.
     """
     if not n:
-        return no_values, no_values_of_two
-    keys = [f"keys[{2 * k}], keys[{2 * k + 1}]" for k in range(n)]
-    one = [f"word({each}, index)" for each in keys]
-    pairs = [f"a{k}, b{k} = word_pair({each}, index, near)" for k, each in enumerate(keys)]
+        return no_values_of_two
+    lines = [
+        f"a{k}, b{k} = word_pair(keys[{2 * k}], keys[{2 * k + 1}], index, near)" for k in range(n)
+    ]
     first, second = tuple_of(f"a{k}" for k in range(n)), tuple_of(f"b{k}" for k in range(n))
-    names = {"word": word, "word_pair": word_pair}
-    return (
-        compiler.write("one(keys, index)", [f"return {tuple_of(one)}"], names),
-        compiler.write("two(keys, index, near)", [*pairs, f"return {first}, {second}"], names),
-    )
+    lines.append(f"return {first}, {second}")
+    return compiler.write("words(keys, index, near)", lines, {"word_pair": word_pair})
 
 
 def reads(compiler: Compiler, formats: Sequence[Format], offsets):
-    """``one(planes, i)`` and ``two(planes, i, scratch, j)``: fp32 numbers as tuples."""
+    """``read(planes, i, scratch, j)``: the fp32 numbers of two elements as tuples."""
     names: dict[str, Any] = {}
-    ones, lines, firsts, seconds = [], [], [], []
+    lines, firsts, seconds = [], [], []
     for k, (each, at) in enumerate(zip(formats, offsets, strict=True)):
         in_blocks = each.block > 1
         names[f"decode{k}"] = (BLOCK_CODECS if in_blocks else CODECS)[each.name][0]
         if in_blocks:
-            names[f"loads{k}"] = LOADS[ELEMENTS[each.planes[0].dtype]][1]
+            names[f"loads{k}"] = LOADS[ELEMENTS[each.planes[0].dtype]]
             lines += [
                 f"a{k}, b{k} = loads{k}(planes[{k}][0], i)",
                 f"scale{k} = scratch[uintp({at + SCALES}) + j]",
@@ -96,54 +92,43 @@ def reads(compiler: Compiler, formats: Sequence[Format], offsets):
             continue
         planes = [f"{k}_{p}" for p in range(len(each.planes))]
         for p, (plane, of) in enumerate(zip(planes, each.planes, strict=True)):
-            names[f"load{plane}"], names[f"loads{plane}"] = LOADS[ELEMENTS[of.dtype]]
+            names[f"loads{plane}"] = LOADS[ELEMENTS[of.dtype]]
             lines.append(f"a{plane}, b{plane} = loads{plane}(planes[{k}][{p}], i)")
-        loads = tuple_of(f"load{plane}(planes[{k}][{p}], i)" for p, plane in enumerate(planes))
-        ones.append(f"decode{k}({loads})")
         firsts.append(f"decode{k}({tuple_of(f'a{plane}' for plane in planes)})")
         seconds.append(f"decode{k}({tuple_of(f'b{plane}' for plane in planes)})")
     lines.append(f"return {tuple_of(firsts)}, {tuple_of(seconds)}")
-    two = compiler.write("two(planes, i, scratch, j)", lines, names)
-    # There are only whole blocks, so no element is left alone.
-    if len(ones) < len(formats):
-        return no_values, two
-    return compiler.write("one(planes, i)", [f"return {tuple_of(ones)}"], names), two
+    return compiler.write("read(planes, i, scratch, j)", lines, names)
 
 
 def writes(compiler: Compiler, formats: Sequence[Format], offsets, drawn):
-    """``one(planes, i, numbers, words)`` and ``two(planes, i, first, second, words, scratch, j)``.
+    """``write(planes, i, first, second, words, scratch, j)``, of the numbers of two elements.
 
     ``drawn`` has for each format the number of its random word and the shift in it, or None.
     """
     names: dict[str, Any] = {"put": _put, "put_with_noise": _put_with_noise}
-    one, two = [], []
+    lines = []
     for k, (each, at, draw) in enumerate(zip(formats, offsets, drawn, strict=True)):
         if draw is None:
-            draws = [_NO_DRAW] * 3
+            draws = [_NO_DRAW] * 2
         else:
             names[f"draw{k}"] = _DRAWS[draw[1]]
-            draws = [f"draw{k}({of}[{draw[0]}])" for of in ("words", "words[0]", "words[1]")]
+            draws = [f"draw{k}(words[{one}][{draw[0]}])" for one in range(2)]
         if each.block > 1:
             put = "put_with_noise" if each.stochastic else "put"
-            two += [
-                f"{put}(scratch, uintp({at}) + j, first[{k}], {draws[1]})",
-                f"{put}(scratch, uintp({at + ODD}) + j, second[{k}], {draws[2]})",
+            lines += [
+                f"{put}(scratch, uintp({at}) + j, first[{k}], {draws[0]})",
+                f"{put}(scratch, uintp({at + ODD}) + j, second[{k}], {draws[1]})",
             ]
             continue
         names[f"encode{k}"] = CODECS[each.name][1]
-        one.append(f"x{k} = encode{k}(numbers[{k}], {draws[0]})")
-        two += [
-            f"a{k} = encode{k}(first[{k}], {draws[1]})",
-            f"b{k} = encode{k}(second[{k}], {draws[2]})",
+        lines += [
+            f"a{k} = encode{k}(first[{k}], {draws[0]})",
+            f"b{k} = encode{k}(second[{k}], {draws[1]})",
         ]
         for p, plane in enumerate(each.planes):
-            names[f"store{k}_{p}"], names[f"stores{k}_{p}"] = STORES[ELEMENTS[plane.dtype]]
-            one.append(f"store{k}_{p}(planes[{k}][{p}], i, x{k}[{p}])")
-            two.append(f"stores{k}_{p}(planes[{k}][{p}], i, a{k}[{p}], b{k}[{p}])")
-    written = compiler.write("two(planes, i, first, second, words, scratch, j)", two, names)
-    if any(each.block > 1 for each in formats):
-        return no_effect, written
-    return compiler.write("one(planes, i, numbers, words)", one, names), written
+            names[f"stores{k}_{p}"] = STORES[ELEMENTS[plane.dtype]]
+            lines.append(f"stores{k}_{p}(planes[{k}][{p}], i, a{k}[{p}], b{k}[{p}])")
+    return compiler.write("write(planes, i, first, second, words, scratch, j)", lines, names)
 
 
 @inlined
@@ -162,22 +147,22 @@ def _put_with_noise(scratch, place, x, draw):
 
 
 def blocks(compiler: Compiler, formats: Sequence[Format], offsets):
-    """``load(planes, first, n, scratch)``, ``scale`` of the same arguments, and ``two``.
+    """``load(planes, first, n, scratch)``, ``scale`` of the same arguments, and ``encode``.
 
     Before the update of the ``n`` elements from ``first`` on, ``load`` copies their scales into
-    scratch; after it, ``scale`` computes new scales, and ``two(planes, i, scratch, j)`` encodes a
-    pair.
+    scratch; after it, ``scale`` computes new scales, and ``encode(planes, i, scratch, j)`` encodes
+    a pair.
     """
     names: dict[str, Any] = {"spread": spread, "new_scales": new_scales}
-    load, scale, two = [], [], []
+    load, scale, encode = [], [], []
     for k, (each, at) in enumerate(zip(formats, offsets, strict=True)):
         if each.block == 1:
             continue
         _, names[f"encode{k}"], names[f"top{k}"] = BLOCK_CODECS[each.name]
-        _, names[f"stores{k}"] = STORES[ELEMENTS[each.planes[0].dtype]]
+        names[f"stores{k}"] = STORES[ELEMENTS[each.planes[0].dtype]]
         load.append(f"spread(planes[{k}], first, n, scratch, {at})")
         scale.append(f"new_scales(planes[{k}], first, n, scratch, {at}, top{k}, {each.stochastic})")
-        two += [
+        encode += [
             f"even{k}, odd{k} = uintp({at}) + j, uintp({at + ODD}) + j",
             f"a{k} = encode{k}(scratch, even{k}, even{k})",
             f"b{k} = encode{k}(scratch, odd{k}, even{k})",
@@ -188,5 +173,5 @@ def blocks(compiler: Compiler, formats: Sequence[Format], offsets):
     return (
         compiler.write("load(planes, first, n, scratch)", load, names),
         compiler.write("scale(planes, first, n, scratch)", scale, names),
-        compiler.write("two(planes, i, scratch, j)", two, names),
+        compiler.write("encode(planes, i, scratch, j)", encode, names),
     )

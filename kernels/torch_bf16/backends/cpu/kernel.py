@@ -17,11 +17,11 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.rules import lift
 
 from . import codegen
-from .bits import add32, and32, inlined, low32, mul32, no_effect, no_values, shl32, shr32, xor32
+from .bits import add32, inlined, low32, mul32, no_values, shl32, shr32, xor32
 from .compiler import ARITHMETIC, Compiler, tuple_of, with_parts
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import TILE, no_alias, wide_vectors
-from .planes import fetch, pointers, row, scratch_on_stack
+from .planes import copies_of_one, fetch, pointers, row, scratch_on_stack
 
 __all__ = ["CHUNK", "KINDS", "compile_step"]
 
@@ -77,21 +77,12 @@ def _keys(compiler, streams):
 parts = ModuleType("parts")
 
 
-def _update_one(planes, scalars, keys, i, index):
-    numbers = parts.read_one(planes, i)
-    weight, states = parts.rule(numbers[1], numbers[0], numbers[2:], scalars)
-    parts.write_one(planes[1:], i, (weight, *states), parts.one_word(keys, index))
-
-
 def _update_slice(planes, size, scalars, keys, index, addresses, start, numel):
     no_alias()
     wide_vectors()
     scratch = scratch_on_stack()
-    # A pair starts at an even global index; an element left over at either end is updated alone.
-    ahead = np.int64(and32(index, _ONE))
-    behind = (size - ahead) % 2
-    for first in range(ahead, size - 1, parts.tile):
-        n = min(parts.tile, size - first) // 2 * 2
+    for first in range(0, size, parts.tile):
+        n = min(parts.tile, size - first)
         parts.load(planes, first, n, scratch)
         for strip in range(0, n, _STRIP):
             if start + first + strip + _AHEAD < numel:
@@ -102,24 +93,22 @@ def _update_slice(planes, size, scalars, keys, index, addresses, start, numel):
                 j = np.uintp(pair)
                 i = np.uintp(first + strip) + j + j
                 j = np.uintp(strip // 2) + j
-                one, two = parts.read_two(planes, i, scratch, j)
+                one, two = parts.read(planes, i, scratch, j)
                 weight, states = parts.rule(one[1], one[0], one[2:], scalars)
                 next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
-                words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)), index)
-                parts.write_two(
+                words = parts.words(keys, add32(element, shl32(low32(pair), _ONE)), index)
+                parts.write(
                     planes[1:], i, (weight, *states), (next_weight, *next_states), words, scratch, j
                 )
         parts.scale(planes, first, n, scratch)
         for pair in range(n // 2):
             j = np.uintp(pair)
-            parts.write_codes(planes, np.uintp(first) + j + j, scratch, j)
-    for end in range(ahead + behind):
-        i = 0 if end < ahead else size - 1
-        parts.update_one(planes, scalars, keys, np.uintp(i), add32(index, low32(i)))
+            parts.encode(planes, np.uintp(first) + j + j, scratch, j)
 
 
 def _run(job):
     numbers, chunks, addresses, numels, runs, bases, steps, rows, scalars = _unpack(job)
+    copies = parts.make_copies()
     while True:
         first, last = take(numbers)
         if first == last:
@@ -136,17 +125,25 @@ def _run(job):
                 # so in one block of 2**32, for which noise keys hold.
                 n = min(stop, (run + 1) * width) - start
                 n = min(n, 131072 - (index & 131071))
-                planes = row(addresses, tensor)
+                # A pair starts at an even index; an element left over at either end of a slice is
+                # updated beside a copy of itself.
+                odd, planes = index & 1, row(addresses, tensor)
+                is_alone = odd or n == 1
+                if is_alone:
+                    parts.copy_one(planes, start, copies)
+                n = 1 if is_alone else n // 2 * 2
                 parts.update_slice(
-                    parts.pointers(planes, start),
-                    n,
+                    parts.pointers(copies if is_alone else planes, 0 if is_alone else start),
+                    2 if is_alone else n,
                     parts.take_scalars(row(scalars, rows[tensor])),
                     parts.keys(bases, tensor, low32(steps[tensor]), low32(index >> 32)),
-                    low32(index),
+                    low32(index - odd),
                     planes,
                     start,
                     numels[tensor],
                 )
+                if is_alone:
+                    parts.put_back(planes, start, copies, odd)
                 start += n
         finish(numbers, last - first)
 
@@ -176,16 +173,16 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     ]
     built: Any = ModuleType("parts")
     built.rule = lift(variant.rule.update, ARITHMETIC, compiler.compile)
-    built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
-    built.write_one, built.write_two = codegen.writes(compiler, formats[1:], offsets[1:], draws)
-    built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, offsets)
-    built.one_word, built.two_words = codegen.words(compiler, len(streams))
+    built.read = codegen.reads(compiler, formats, offsets)
+    built.write = codegen.writes(compiler, formats[1:], offsets[1:], draws)
+    built.load, built.scale, built.encode = codegen.blocks(compiler, formats, offsets)
+    built.words = codegen.words(compiler, len(streams))
     built.pointers = pointers(formats)
-    in_blocks = any(each.block > 1 for each in formats)
-    built.tile = TILE if in_blocks else _STRIP
-    built.fetch = fetch([plane for each in formats for plane in each.planes], _STRIP)
+    built.tile = TILE if any(each.block > 1 for each in formats) else _STRIP
+    planes = [plane for each in formats for plane in each.planes]
+    built.fetch = fetch(planes, _STRIP)
+    built.make_copies, built.copy_one, built.put_back = copies_of_one(planes)
     built.take_scalars = compiler.take(n_scalars)
     built.keys = _keys(compiler, len(streams))
-    built.update_one = no_effect if in_blocks else compiler.compile(with_parts(built, _update_one))
     built.update_slice = compiler.compile(with_parts(built, _update_slice))
     return compile_job(with_parts(built, _run), name, error_model="numpy")

@@ -1,4 +1,4 @@
-"""How planes are read and written: one element, or two neighbours at once.
+"""How planes are read and written: two neighbours at once.
 
 In registers an element of two bytes is the upper half of a uint32, one of a single byte its top
 byte; a store drops the bits below. Two bf16 neighbours are one load of 32 bits, which a shift and a
@@ -50,8 +50,8 @@ def _pair_access(width):
     return load, store
 
 
-def _access(dtype, bits):
-    """``((load_one, load_two), (store_one, store_two))`` for elements of 8 or 16 bits."""
+def _access(bits):
+    """``(load_two, store_two)`` for elements of 8 or 16 bits."""
     load, store = _pair_access(2 * bits)
     # Distances from the top of a 32-bit word to its first element, and to its second.
     below, below_two = _u32(32 - bits), _u32(32 - 2 * bits)
@@ -59,38 +59,20 @@ def _access(dtype, bits):
     second_of_two = _u32((1 << bits) - 1 << bits)
 
     @inlined
-    def load_one(plane, i):
-        return shl32(_u32(plane[i]), below)
-
-    @inlined
     def load_two(plane, i):
         word = load(plane, i)
         return shl32(word, below), and32(shl32(word, below_two), top)
 
     @inlined
-    def store_one(plane, i, value):
-        plane[i] = dtype(shr32(value, below))
-
-    @inlined
     def store_two(plane, i, first, second):
         store(plane, i, or32(shr32(first, below), and32(shr32(second, below_two), second_of_two)))
 
-    return (load_one, load_two), (store_one, store_two)
-
-
-@inlined
-def load_float(plane, i):
-    return plane[i]
+    return load_two, store_two
 
 
 @inlined
 def load_floats(plane, i):
     return plane[i], plane[i + np.uintp(1)]
-
-
-@inlined
-def store_float(plane, i, x):
-    plane[i] = x
 
 
 @inlined
@@ -100,13 +82,13 @@ def store_floats(plane, i, first, second):
 
 
 _ACCESS = {
-    np.uint16: _access(np.uint16, 16),
-    np.uint8: _access(np.uint8, 8),
-    np.float32: ((load_float, load_floats), (store_float, store_floats)),
+    np.uint16: _access(16),
+    np.uint8: _access(8),
+    np.float32: (load_floats, store_floats),
 }
 
-LOADS = {dtype: loads for dtype, (loads, _) in _ACCESS.items()}
-"""``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the plane's dtype."""
+LOADS = {dtype: load for dtype, (load, _) in _ACCESS.items()}
+"""``load(plane, i)`` of elements ``i`` and ``i + 1``, by the plane's dtype."""
 
-STORES = {dtype: stores for dtype, (_, stores) in _ACCESS.items()}
-"""``store(plane, i, x)`` and ``store(plane, i, first, second)``, by the plane's dtype."""
+STORES = {dtype: store for dtype, (_, store) in _ACCESS.items()}
+"""``store(plane, i, first, second)``, by the plane's dtype."""

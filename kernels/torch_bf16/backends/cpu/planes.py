@@ -22,6 +22,7 @@ from .llvm_hints import LINE, SCRATCH, emit_prefetch
 
 __all__ = [
     "ELEMENTS",
+    "copies_of_one",
     "fetch",
     "pointer_at",
     "pointer_type",
@@ -133,6 +134,63 @@ def fetch(planes: Sequence[Plane], n: int) -> Any:
         return types.none(addresses, types.int64), codegen
 
     return fetch
+
+
+def copies_of_one(planes: Sequence[Plane]) -> tuple[Any, Any, Any]:
+    """``make()``, ``copy(addresses, start, copies)`` and ``put_back`` of the same and ``which``.
+
+    ``copies`` is a row of addresses as ``addresses`` is, but of planes of two elements, on the
+    stack. ``copy`` writes element ``start`` to both; ``put_back`` writes the first or second copy
+    to where it came from, in all planes but those of the gradient.
+    """
+    n = len(planes)
+
+    @intrinsic
+    def make(typingctx):
+        def codegen(context, builder, signature, arguments):
+            # In the entry block, or each turn of a loop would take more of the stack.
+            with builder.goto_entry_block():
+                addresses = builder.alloca(_I64, 2 * n)
+                for column in range(n):
+                    memory = builder.gep(addresses, [_I64(n + column)])
+                    place = builder.gep(addresses, [_I64(column)])
+                    builder.store(builder.ptrtoint(memory, _I64), place)
+            return addresses
+
+        return pointer_type(np.int64)(), codegen
+
+    def places(builder, arguments):
+        """For each plane the place of the element, and of the first copy."""
+        addresses, start, copies = arguments
+        for column, plane in enumerate(planes):
+            kind = ir.IntType(8 * plane.dtype.itemsize).as_pointer()
+            address = _address(builder, addresses, column, plane, start)
+            copied = builder.gep(copies, [_I64(n + column)])
+            yield builder.inttoptr(address, kind), builder.bitcast(copied, kind)
+
+    @intrinsic
+    def copy(typingctx, addresses, start, copies):
+        def codegen(context, builder, signature, arguments):
+            for place, first in places(builder, arguments):
+                element = builder.load(place)
+                builder.store(element, first)
+                builder.store(element, builder.gep(first, [_I64(1)]))
+            return context.get_dummy_value()
+
+        return types.none(addresses, types.int64, copies), codegen
+
+    @intrinsic
+    def put_back(typingctx, addresses, start, copies, which):
+        def codegen(context, builder, signature, arguments):
+            *others, which = arguments
+            _, *written = places(builder, others)
+            for place, first in written:
+                builder.store(builder.load(builder.gep(first, [which])), place)
+            return context.get_dummy_value()
+
+        return types.none(addresses, types.int64, copies, types.int64), codegen
+
+    return make, copy, put_back
 
 
 def _address(builder, first, column, plane, start):

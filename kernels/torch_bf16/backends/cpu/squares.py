@@ -14,11 +14,11 @@ import torch
 
 from torch_bf16.formats import BF16_NEAREST, FP32
 
+from .bits import inlined, shl32
 from .codecs import CODECS
 from .compiler import with_parts
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import LINE, prefetch, wide_vectors
-from .loads_stores import LOADS
 from .planes import ELEMENTS, pointer_at
 
 __all__ = ["KINDS", "PIECE", "compile_squares"]
@@ -36,6 +36,19 @@ parts = ModuleType("parts")
 # Elements that are prefetched together, and how many bytes ahead: a processor's own prefetching
 # ends with each page of memory.
 _STRIP, _AHEAD = 256, 1024
+
+
+_S16 = np.uint32(16)
+
+
+@inlined
+def _load_float(elements, i):
+    return elements[i]
+
+
+@inlined
+def _load_upper_half(elements, i):
+    return shl32(np.uint32(elements[i]), _S16)
 
 
 def _run(job):
@@ -75,9 +88,10 @@ def compile_squares(dtype: torch.dtype) -> Work:
     """
     name = f"squares_{str(dtype).removeprefix('torch.')}"
     built: Any = ModuleType("parts")
-    element, format_ = ELEMENTS[dtype], FP32 if dtype == torch.float32 else BF16_NEAREST
-    built.pointer, built.itemsize = pointer_at(element), dtype.itemsize
-    (built.load, _), (built.decode, _) = LOADS[element], CODECS[format_.name]
+    is_float = dtype == torch.float32
+    built.pointer, built.itemsize = pointer_at(ELEMENTS[dtype]), dtype.itemsize
+    built.load = _load_float if is_float else _load_upper_half
+    built.decode, _ = CODECS[(FP32 if is_float else BF16_NEAREST).name]
     # Allows several partial sums at a time; an fp64 square of an fp32 number is exact.
     fast: Any = {"reassoc", "contract"}
     return compile_job(with_parts(built, _run), name, fastmath=fast)

@@ -23,7 +23,7 @@ from .compiler import ARITHMETIC, Compiler, with_parts
 from .job import Work, compile_job, fetch_add, finish, take, unpack
 from .kernel import CHUNK
 from .llvm_hints import TILE, no_alias, wide_vectors
-from .planes import pointers, row, scratch_on_stack
+from .planes import copies_of_one, pointers, row, scratch_on_stack
 
 __all__ = ["KINDS", "compile_statistic"]
 
@@ -53,37 +53,26 @@ def _sum_slice(planes, size, scalars):
     wide_vectors()
     scratch = scratch_on_stack()
     total = np.int64(0)
-    for first in range(0, size - 1, TILE):
-        n = min(TILE, size - first) // 2 * 2
+    for first in range(0, size, TILE):
+        n = min(TILE, size - first)
         parts.load(planes, first, n, scratch)
         # Summed in two halves: a tile's sum exceeds 32 bits, and vectors hold half as many of 64.
         low = high = np.uint32(0)
         for pair in range(n // 2):
             # Unsigned: a loop is not vectorised if an index might be negative.
             j = np.uintp(pair)
-            one, two = parts.read_two(planes, np.uintp(first) + j + j, scratch, j)
+            one, two = parts.read(planes, np.uintp(first) + j + j, scratch, j)
             units = _units(parts.statistic(one[1], one[0], one[2:], scalars))
             more = _units(parts.statistic(two[1], two[0], two[2:], scalars))
             low = add32(low, add32(and32(units, _LOW), and32(more, _LOW)))
             high = add32(high, add32(shr32(units, _S16), shr32(more, _S16)))
         total += np.int64(low) + (np.int64(high) << 16)
-    if size % 2:
-        total += parts.last(planes, scalars, np.uintp(size - 1))
     return total
-
-
-def _last(planes, scalars, i):
-    one = parts.read_one(planes, i)
-    return np.int64(_units(parts.statistic(one[1], one[0], one[2:], scalars)))
-
-
-@inlined
-def _nothing_left(planes, scalars, i):
-    return np.int64(0)
 
 
 def _run(job):
     numbers, chunks, addresses, numels, rows, scalars, sums = _unpack(job)
+    copies = parts.make_copies()
     while True:
         first, last = take(numbers)
         if first == last:
@@ -91,13 +80,22 @@ def _run(job):
         for chunk in range(first, last):
             tensor, start = chunks[chunk, 0], chunks[chunk, 1]
             # Column 0 is the gradient's address: 0 if there is none.
-            if addresses[tensor, 0]:
+            if not addresses[tensor, 0]:
+                continue
+            planes, stop = row(addresses, tensor), min(start + CHUNK, numels[tensor])
+            while start < stop:
+                # An element left over at the end is counted beside a copy of itself.
+                is_alone = stop - start == 1
+                if is_alone:
+                    parts.copy_one(planes, start, copies)
+                n = 2 if is_alone else (stop - start) // 2 * 2
                 total = parts.sum_slice(
-                    parts.pointers(row(addresses, tensor), start),
-                    min(CHUNK, numels[tensor] - start),
+                    parts.pointers(copies if is_alone else planes, 0 if is_alone else start),
+                    n,
                     parts.take_scalars(row(scalars, rows[tensor])),
                 )
-                fetch_add(sums, tensor, total)
+                fetch_add(sums, tensor, total // 2 if is_alone else total)
+                start += n
         finish(numbers, last - first)
 
 
@@ -117,11 +115,11 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
     offsets = codegen.scratch_offsets(formats)
     built: Any = ModuleType("parts")
     built.statistic = lift(variant.rule.statistic, ARITHMETIC, compiler.compile)
-    built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
+    built.read = codegen.reads(compiler, formats, offsets)
     built.load, _, _ = codegen.blocks(compiler, formats, offsets)
     built.pointers = pointers(formats)
+    planes = [plane for each in formats for plane in each.planes]
+    built.make_copies, built.copy_one, _ = copies_of_one(planes)
     built.take_scalars = compiler.take(n_scalars)
-    in_blocks = any(each.block > 1 for each in formats)
-    built.last = _nothing_left if in_blocks else compiler.compile(with_parts(built, _last))
     built.sum_slice = compiler.compile(with_parts(built, _sum_slice))
     return compile_job(with_parts(built, _run), name, error_model="numpy")
