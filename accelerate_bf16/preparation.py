@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 import torch_bf16
 
 from ._patches import patches
-from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
 from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
@@ -147,7 +146,7 @@ class Preparation:
         """
         fp32: dict[str, Any] = {}
         for model in new_models:
-            fp32 |= torch_bf16.fp32_parameters(model, self._recipe)
+            fp32 |= torch_bf16.fp32_parameters(model, self._recipe, adapters=False)
         refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
         self.take(new_models, new_optimizers)
         self.convert()
@@ -275,13 +274,13 @@ class Preparation:
         return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})
 
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
-        """A model's recipe with the adapters that stay fp32, looked up before sharding."""
+        """A model's recipe, with what it has of ``keep_fp32``: what no model has was refused."""
         if id(model) not in self._recipes:
-            recipe, adapters = self._own_recipe(model), fp32_adapters(model)
-            # What no model has was refused.
-            keep = (*torch_bf16.matched_patterns(model, recipe), *adapters)
+            recipe = self._own_recipe(model)
+            keep = torch_bf16.matched_patterns(model, recipe)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
-            if adapters:
+            # Looked up before sharding.
+            if torch_bf16.fp32_adapters(model):
                 self._with_fp32_adapters.append(model)
         return self._recipes[id(model)]
 

@@ -47,7 +47,8 @@ class DeepSpeedMixin(_Base):
             ValueError, NotImplementedError: something cannot be trained; nothing is changed.
         """
         complete = torch_bf16.deepspeed_config(config)
-        if names := sorted(torch_bf16.fp32_parameters(module, self.recipe)):
+        # DeepSpeed makes adapters of peft bf16, too, as without a mode.
+        if names := sorted(torch_bf16.fp32_parameters(module, self.recipe, adapters=False)):
             raise NotImplementedError(
                 f"precision={self.mode!r} keeps {len(names)} parameters in float32 "
                 f"({names[0]!r}; keep_fp32, batch norm), and DeepSpeed casts all to bfloat16. "

@@ -52,11 +52,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
 
     Parameters keep their identity, so tied weights stay tied and existing optimizers keep working.
     Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
-    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, and
-    parameters that are not plain tensors (quantised weights) or are frozen in a dtype other than
-    fp32. Modules named by ``recipe.keep_fp32``, or by a model of transformers in its
-    ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were bf16 or fp16, and
-    compute in fp32, with their inputs upcast (tensors, also in tuples, lists and dicts).
+    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, peft's
+    :func:`fp32_adapters`, and parameters that are not plain tensors (quantised weights) or are
+    frozen in a dtype other than fp32. Modules named by ``recipe.keep_fp32``, or by a model of
+    transformers in its ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were
+    bf16 or fp16, and compute in fp32, with their inputs upcast (tensors, also in tuples, lists and
+    dicts).
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.

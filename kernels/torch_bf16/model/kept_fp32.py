@@ -15,6 +15,7 @@ from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, without_wrappers
 
 from .declared_fp32 import declared_fp32
+from .fp32_adapters import fp32_adapters
 
 __all__ = [
     "fp32_parameters",
@@ -31,9 +32,14 @@ _NamedParameter = tuple[str, nn.Parameter]
 
 
 def fp32_parameters(
-    model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
+    model: nn.Module, recipe: str | Recipe = "bf16-stochastic", *, adapters: bool = True
 ) -> dict[str, nn.Parameter]:
     """The parameters that are fp32 after :func:`cast_model`, by name.
+
+    Args:
+        model: the model; only read.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        adapters: whether peft's fp32 adapters are among them (:func:`fp32_adapters`).
 
     Raises:
         ValueError: ``model`` is not a module, a parameter is lazy, or a pattern of ``keep_fp32``
@@ -45,7 +51,7 @@ def fp32_parameters(
         ['1.bias', '1.weight']
     """
     check_module("fp32_parameters", model)
-    asked = kept(get_recipe(recipe), model)[1]
+    asked = kept(get_recipe(recipe), model, adapters=adapters)[1]
     staying, to_fp32 = staying_ids(model, asked), {id(p) for p in asked if is_narrow(p)}
     return {
         name: p
@@ -102,11 +108,13 @@ def refuse_unmatched(
             )
 
 
-def kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
+def kept(
+    recipe: Recipe, module: nn.Module, *, adapters: bool = True
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The modules that compute in fp32, and all parameters, theirs included, that stay in fp32."""
     _check_initialised(module)
     in_fp32: list[nn.Module] = []
-    asked: list[nn.Parameter] = []
+    asked = fp32_adapters(module) if adapters else []
     modules, named = _names(module)
     for key in (*recipe.keep_fp32, *declared_fp32(module)):
         matches, parameters = _matches(key, modules, named)
