@@ -146,5 +146,7 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match=r"offload='cpu' does not say .* use one of none, states"):
         Recipe(offload="cpu")
     model = nn.Linear(8, 8)
-    with pytest.raises(NotImplementedError, match=r"offload='states' .* fused rule"):
-        torch_bf16.convert(Foreign(model.parameters()), offloaded(BYTES), model=model)
+    for way in (torch_bf16.convert, lambda o, r, model: torch_bf16.prepare(model, o, r)):
+        with pytest.raises(NotImplementedError, match=r"offload='states' .* fused rule"):
+            way(Foreign(model.parameters()), offloaded(BYTES), model=model)
+        assert model.weight.dtype == torch.float32

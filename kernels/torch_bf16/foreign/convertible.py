@@ -89,7 +89,8 @@ def check_conversion(
     Raises:
         ValueError: it was converted before, an optimizer inside was converted by another recipe, it
             is not an optimizer, or an option is out of range.
-        NotImplementedError: it has no fused rule and cannot step on copies.
+        NotImplementedError: it has no fused rule and cannot step on copies, or the recipe offloads
+            states.
     """
     if is_zero(optimizer):
         local: Any = getattr(optimizer, "optim", None)
@@ -133,6 +134,12 @@ def check_conversion(
             if model is not None and _stays_fp32(optimizer, recipe, model):
                 return None
             raise
+        if recipe.offload != "none":
+            raise NotImplementedError(
+                f"offload={recipe.offload!r} is for optimizers with a fused rule, and "
+                f"{type(optimizer).__name__} steps by its own code on fp32 copies. Leave offload "
+                "out, or use an optimizer of torch_bf16. Nothing was changed"
+            )
     named = () if model is None else model.named_parameters()
     of_model = {id(parameter): name for name, parameter in named}
     for number, group in enumerate(optimizer.param_groups):

@@ -19,7 +19,6 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, prefix_errors
 from torch_bf16.model import cast_modules, remainders
 from torch_bf16.recipe import get_recipe
-from torch_bf16.rules import STORE
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
@@ -167,22 +166,14 @@ def _make_member(
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
-    """Refuse a recipe that does not work with the optimizer or with how parameters are sharded.
+    """Refuse a recipe that does not work with how parameters are sharded.
 
     Checked when the optimizer is made, where every rank sees every parameter: at a step, FSDP1 may
     leave a rank no part of the parameter that the others refuse.
 
     Raises:
-        NotImplementedError: a parameter is cut within the blocks of one of its formats, or the
-            recipe offloads states, and the class steps by its own code.
+        NotImplementedError: a parameter is cut within the blocks of one of its formats.
     """
-    rules = [optimizer.rule_of_group(group) for group in optimizer.param_groups]
-    if optimizer.recipe.offload != "none" and STORE in rules:
-        raise NotImplementedError(
-            f"offload={optimizer.recipe.offload!r} is for optimizers with a fused rule, and "
-            f"{type(optimizer).__name__} steps by its own code on fp32 copies. Leave offload out, "
-            "or use an optimizer of torch_bf16"
-        )
     for group in optimizer.param_groups:
         for shard in map(shard_of, group["params"]):
             if shard.sharded and not shard.can_gather:
