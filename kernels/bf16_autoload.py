@@ -145,7 +145,7 @@ def watch(plugin: str | None = None) -> None:
             continue
         spec = getattr(module, "__spec__", None)
         if not getattr(spec, "_initializing", False):
-            _patch(module, raising=plugin is not None)
+            _patch(name, module, raising=plugin is not None)
         elif type(spec) is ModuleSpec:
             spec.__class__ = _Awaited
 
@@ -301,7 +301,7 @@ def _patch_once_executed(spec: ModuleSpec) -> None:
             awaited = module.__name__ == spec.name and vars(loader).pop("exec_module", None)
             execute(module)
             if awaited:
-                _patch(module)
+                _patch(spec.name, module)
 
         loader.exec_module = exec_module
     except Exception as error:
@@ -325,12 +325,12 @@ class _Awaited(ModuleSpec):
             self.__class__ = ModuleSpec  # pyright: ignore[reportAttributeAccessIssue]
             module = sys.modules.get(self.name)
             if module is not None and module.__spec__ is self:  # its import has not failed
-                _patch(module)
+                _patch(self.name, module)
 
 
-def _patch(module: ModuleType, raising: bool = False) -> None:
-    plugin = TARGETS[module.__name__]
-    package, host = plugin.partition(".")[0], module.__name__.partition(".")[0]
+def _patch(name: str, module: ModuleType, raising: bool = False) -> None:
+    plugin = TARGETS[name]
+    package, host = plugin.partition(".")[0], name.partition(".")[0]
     try:
         if _only_guards and package not in sys.modules:
             _guard(module)

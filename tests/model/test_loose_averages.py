@@ -26,3 +26,13 @@ def test_an_average_is_found_among_thousands_of_tensors_and_beside_zeros(
     assert found.name == "1.weight"
     assert found.get() is averages[2]
     assert len(others) == 5000
+
+
+def test_an_average_that_the_collector_has_put_aside_is_found():
+    model = torch_bf16.cast_model(nn.Linear(32, 32, bias=False))
+    averages = {"weight": model.weight.detach() * 1.01}
+    gc.freeze()
+    (found,) = loose_averages([model.weight], [], 4)
+    assert gc.get_freeze_count() > 0
+    averages["weight"] = averages["weight"] * 1.01
+    assert found.get() is averages["weight"]

@@ -10,6 +10,7 @@ import types
 import warnings
 import zipfile
 from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -121,6 +122,15 @@ def test_a_plugin_that_raises_warns_once_and_the_host_imports(hosts):
         module = importlib.import_module("some_host.modes")
     importlib.reload(module)  # a second warning would be an error
     assert module.MODES == ["fp32"]
+
+
+def test_a_stand_in_without_a_name_is_named_in_a_warning(hosts, monkeypatch):
+    """Some programs put a mock in place of a module that they do not need."""
+    module = importlib.import_module("some_host.modes")
+    monkeypatch.setitem(sys.modules, "some_host.broken", MagicMock(__spec__=None))
+    with pytest.warns(RuntimeWarning, match=r"modes to some_host: .*__name__"):
+        bf16_autoload.autoload()
+    assert module.MODES == ["fp32", "bf16"]
 
 
 def test_a_missing_plugin_warns_and_the_host_imports(hosts, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.living import instances_of
+from torch_bf16.living import instances_of, referrers_of
 
 from .cast_modules import bf16_weights
 from .watched_weight import WatchedWeight, bits_of, is_plain, is_readable
@@ -81,7 +80,7 @@ def _getters(tensors: Sequence[Tensor]) -> list[Callable[[], Tensor | None]]:
     numbers = {*map(id, tensors)}
     getters: dict[int, Callable[[], Tensor | None]] = {}
     # One call for all of them: each looks through all objects.
-    for holder in gc.get_referrers(*tensors) if tensors else ():
+    for holder in referrers_of(*tensors) if tensors else ():
         if holder is tensors or not issubclass(type(holder), (list, dict)):
             continue
         is_list = issubclass(type(holder), list)
