@@ -47,8 +47,11 @@ def sharded(model: GPT, precision: str, mesh: distributed.DeviceMesh) -> GPT:
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         torch_bf16.cast_model(model, precision)
-        # Gradients are sent and summed in fp32.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # Gradients are sent and summed in fp32. Autocast casts what products take; torch's default
+        # would round every floating-point input of a group to bf16.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -94,7 +97,8 @@ def train(args: argparse.Namespace, device: torch.device) -> float:
     for step in range(start, args.steps):
         shape = {"batch_size": args.batch_size, "context": args.context}
         (batch,) = batches(corpus.train, n=1, seed=step, **shape)
-        loss = next_byte_loss(model, batch[rank::ranks].to(device))
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision != "fp32"):
+            loss = next_byte_loss(model, batch[rank::ranks].to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
