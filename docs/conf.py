@@ -21,6 +21,7 @@ project = "torch-bf16"
 author = "the authors of torch-bf16"
 release = version = torch_bf16.__version__
 root_doc = "docs/index"
+LISTS = (root_doc, "examples/README")  # what their lists link to is below them in the site
 include_patterns = [
     "docs/**.md",
     "CHANGELOG.md",
@@ -64,7 +65,7 @@ PICTURE = re.compile(
 
 
 def write_for_sphinx(app: Any, docname: str, source: list[str]) -> None:
-    """What plain Markdown says in its own way: pictures for dark pages, and the table of contents.
+    """What plain Markdown says in its own way: pictures for dark pages, and tables of contents.
 
     Args:
         app: Sphinx.
@@ -74,10 +75,11 @@ def write_for_sphinx(app: Any, docname: str, source: list[str]) -> None:
     text = PICTURE.sub(
         r"![\g<alt>](\g<light>){.only-light} ![\g<alt>](\g<dark>){.only-dark}", source[0]
     )
-    if docname == root_doc:
+    if docname in LISTS:
         for caption, body in sections(text):
-            pages = "\n".join(re.findall(r"^- \[.*?\]\((\S+)\.(?:md|ipynb)\)", body, re.M))
-            text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+            if pages := re.findall(r"^- \[.*?\]\((\S+)\.(?:md|ipynb)\)", body, re.M):
+                listed = "\n".join(pages)
+                text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
     source[0] = text
 
 

@@ -19,7 +19,13 @@ import torch_bf16
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LINKED = sorted(
-    {*PAGES, *ROOT.glob("*.md"), *ROOT.glob("kernels/**/*.md"), *ROOT.glob("*/_*/*.md")}
+    {
+        *PAGES,
+        *ROOT.glob("*.md"),
+        *ROOT.glob("examples/*.md"),
+        *ROOT.glob("kernels/**/*.md"),
+        *ROOT.glob("*/_*/*.md"),
+    }
 )
 
 
