@@ -188,17 +188,51 @@ def test_fp32_moments_beside_bf16_weights_say_that_the_file_is_a_copy(tmp_path, 
     assert "it does not say how its weights were rounded" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["RMSprop", "Adagrad"])
-def test_one_checkpoint_whose_next_update_nobody_knows_clears_nobody(name, tmp_path, capsys):
-    model = nn.Linear(64, 64, dtype=torch.bfloat16)
-    optimizer = getattr(torch.optim, name)(model.named_parameters(), lr=1e-6)
-    model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+def test_a_decay_that_the_schedule_alone_scales_is_a_part_of_the_update(tmp_path):
+    """Fully decoupled, it is 0.1 a step at the highest rate, whatever that is."""
+    weight = nn.Parameter(gaussian(64, 64))
+    options = {"weight_decay": 0.1, "fully_decoupled_weight_decay": True}
+    optimizer = torch_bf16.AdamW([("w", weight)], lr=1e-6, **options)
+    weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    content = {"model": {"w": weight.detach()}, "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "run.pt")
+    _, found = doctor(tmp_path / "run.pt", tmp_path / "found.json")
+    expected = float(weight.detach().square().mean().sqrt()) * 0.1
+    assert found["weights"][0]["update"] == pytest.approx(expected, rel=1e-5)
+
+
+def lacking_rank(name, parameter):
+    """A state of torch's AdamW of a projection to fewer rows, as GaLore keeps it."""
+    optimizer = torch.optim.AdamW([(name, parameter)], lr=1e-6)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[parameter][key] = optimizer.state[parameter][key][:8].clone()
+    return optimizer
+
+
+UNKNOWN_UPDATES = {
+    "RMSprop": lambda *pair: torch.optim.RMSprop([pair], lr=1e-6),
+    "Adagrad": lambda *pair: torch.optim.Adagrad([pair], lr=1e-6),
+    "Muon": lambda *pair: torch_bf16.Muon([pair], lr=1e-6, recipe=NEAREST),
+    "GaLore": lacking_rank,
+}
+NEAREST = torch_bf16.Recipe(weights="bf16_nearest", exp_avg="bf16_nearest")
+
+
+@pytest.mark.parametrize("kind", UNKNOWN_UPDATES)
+def test_one_checkpoint_whose_next_update_nobody_knows_clears_nobody(kind, tmp_path, capsys):
+    weight = nn.Parameter(gaussian(64, 64).bfloat16())
+    optimizer = UNKNOWN_UPDATES[kind]("weight", weight)
+    if not optimizer.state:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    content = {"model": {"weight": weight.detach()}, "optimizer": optimizer.state_dict()}
     torch.save(content, tmp_path / "run.pt")
     status, found = doctor(tmp_path / "run.pt", tmp_path / "found.json")
     assert (status, found["healthy"]) == (3, None)
-    assert verdicts(found) == {"weight": "not judged", "bias": "not judged"}
+    assert verdicts(found) == {"weight": "not judged"}
     assert {each["lost"] for each in found["weights"]} == {None}
     assert "VERDICT: one checkpoint is not enough: it does not say what" in capsys.readouterr().out
 

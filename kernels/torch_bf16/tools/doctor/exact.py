@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -45,12 +46,25 @@ def has_master(tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
     return tensor.dtype == torch.bfloat16 and any(key in state for key in MASTERS)
 
 
-def moment(state: Mapping[str, Any], name: str) -> Read | None:
-    """A reader of a moment in fp32; None if there is none, or it is in no known format."""
+def moment(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Read | None:
+    """A reader of a moment in fp32; None if there is none that can be read for each element.
+
+    Args:
+        state: what the optimizer keeps for a weight.
+        name: the moment's.
+        shape: the weight's.
+    """
     format_ = stored_format(state, name)
-    if format_ is None or not isinstance(state[name], SavedTensor):
+    if format_ is None:
         return None
     planes = list(zip(format_.plane_names(name), format_.planes, strict=True))
+    # Codes are saved with one more dimension.
+    if getattr(state[name], "shape", None) not in (tuple(shape), (*shape, 1)):
+        return None
+    for key, plane in planes:
+        each = state[key]
+        if not isinstance(each, SavedTensor) or each.numel != -(-prod(shape) // plane.block):
+            return None
 
     def read(start: int, stop: int) -> Tensor:
         pieces = [

@@ -112,7 +112,7 @@ def examine(
                 new.shape,
                 new.dtype,
                 moved,
-                next_update(weight(new, state), state, group, new.numel, lr),
+                next_update(weight(new, state), state, group, new.shape, lr),
                 rounding(new, state, header),
                 has_master(new, state) or (old is not None and has_master(old, old_state)),
                 lacks,
