@@ -223,6 +223,7 @@ CORRUPT = [
     *("empty.ckpt", "truncated.ckpt", "binary.pt", "text.pt", "archive.zip", "numbers.pt"),
     *("foreign.pt", "empty.safetensors", "short.safetensors", "huge.safetensors"),
     *("text.safetensors", "size.safetensors", "float.safetensors", "negative.safetensors"),
+    *("overlap.safetensors", "gap.safetensors", "rest.safetensors"),
     *("none.safetensors", "model.index.json", "other.index.json", "self.index.json"),
     *("deep.index.json", "other.json"),
 ]
@@ -239,6 +240,10 @@ def corrupt(path):
     def sized(header):
         return len(header).to_bytes(8, "little") + header + b"\0" * 16
 
+    part = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":'
+    overlap, gap = (
+        part + each for each in (b'[3],"data_offsets":[4,16]}}', b'[1],"data_offsets":[12,16]}}')
+    )
     negative, real = (header.replace(b"[4]", each) for each in (b"[-2,-2]", b"[4.0]"))
     index = {"weight_map": {"w": "gone.safetensors"}}
     return {
@@ -256,6 +261,9 @@ def corrupt(path):
         "size.safetensors": (length + header.replace(b"[4]", b"[5]") + b"\0" * 16, "has 16 bytes"),
         "float.safetensors": (sized(real), "has shape"),
         "negative.safetensors": (sized(negative), "has shape"),
+        "overlap.safetensors": (sized(overlap), "b begins at byte 4 of the tensors, not at 8"),
+        "gap.safetensors": (sized(gap), "b begins at byte 12 of the tensors, not at 8"),
+        "rest.safetensors": (sized(header) + b"\0", "1 bytes belong to no tensor"),
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
         "other.index.json": (b"[]", "is not an index of a checkpoint"),
