@@ -324,9 +324,9 @@ def test_steps_may_be_counted_in_a_tensor_of_one_element(kind, tmp_path):
     else:
         torch.save({"state_dict": weights, "optimizer_states": [states]}, tmp_path / "run.ckpt")
     saved = open_checkpoint(tmp_path if kind == "dcp" else tmp_path / "run.ckpt")
-    found, note = assign_states(saved)
-    assert note is None
-    assert [float(state["step"]) for state, *_ in found.values()] == [1.0] * len(weights)
+    found = assign_states(saved)
+    assert found.note is None
+    assert [float(state["step"]) for state, *_ in found.states.values()] == [1.0] * len(weights)
 
 
 def test_the_order_of_a_file_of_safetensors_is_not_taken_for_the_models(tmp_path):
@@ -339,9 +339,9 @@ def test_the_order_of_a_file_of_safetensors_is_not_taken_for_the_models(tmp_path
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "config.json").write_text('{"architecture": "of timm"}')
-    found, note = assign_states(open_checkpoint(tmp_path))
-    assert found == {}
-    assert "2 of 2 states of the optimizer could not be told apart" in note
+    found = assign_states(open_checkpoint(tmp_path))
+    assert found.states == {}
+    assert "2 of 2 states of the optimizer could not be told apart" in str(found.note)
 
 
 @pytest.mark.parametrize("kind", ["several by name", "under another key", "a config beside them"])

@@ -1,4 +1,7 @@
-"""Read the weight that training would resume from: with its master, if the checkpoint has one."""
+"""Read the weight that training would resume from: with its master, if the checkpoint has one.
+
+A master is whatever an optimizer, of ours or another library's, keeps of a weight beyond its dtype.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from torch import Tensor
 from torch_bf16.checkpoints.reader import SavedTensor
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.views import MASTERS, masters_in
+from torch_bf16.tools.foreign_states import MASTER, SUM, UNREADABLE, extra_bits
 
-__all__ = ["CHUNK", "Read", "has_master", "moment", "weight"]
+__all__ = ["CHUNK", "Read", "has_master", "hides_bits", "moment", "weight"]
 
 CHUNK = 1 << 21
 """Elements that are read at a time: whole blocks of every format."""
+
+_OURS = "ours"
 
 Read = Callable[[int, int], Tensor]
 """``read(start, stop)``: those elements of the flattened tensor, in fp32."""
@@ -24,10 +30,13 @@ Read = Callable[[int, int], Tensor]
 
 def weight(tensor: SavedTensor, state: Mapping[str, Any]) -> Read:
     """A reader of a weight in fp32, decoded with the master in ``state``, if any."""
-    saved = {k: each for k, each in state.items() if k in MASTERS and isinstance(each, SavedTensor)}
-    fits = all(each.shape == tensor.shape for each in saved.values())
-    if tensor.dtype != torch.bfloat16 or not saved or not fits:
-        return lambda start, stop: tensor.read(start, stop).float()
+    saved, kind = _master(tensor, state)
+    if kind == SUM:
+        (rest,) = saved.values()
+        return lambda start, stop: tensor.read(start, stop).float() + rest.read(start, stop)
+    if kind != _OURS:
+        (whole,) = saved.values() if kind == MASTER else (tensor,)
+        return lambda start, stop: whole.read(start, stop).float()
 
     def exact(start: int, stop: int) -> Tensor:
         visible = tensor.read(start, stop)
@@ -42,8 +51,32 @@ def weight(tensor: SavedTensor, state: Mapping[str, Any]) -> Read:
 
 
 def has_master(tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
-    """Whether a weight has more bits than its parameter."""
-    return tensor.dtype == torch.bfloat16 and any(key in state for key in MASTERS)
+    """Whether :func:`weight` reads more bits than the parameter has."""
+    return _master(tensor, state)[1] not in (None, UNREADABLE)
+
+
+def hides_bits(tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
+    """Whether ``state`` has bits of the weight in a form that is unknown here."""
+    return _master(tensor, state)[1] == UNREADABLE
+
+
+def _master(
+    tensor: SavedTensor, state: Mapping[str, Any]
+) -> tuple[dict[str, SavedTensor], str | None]:
+    """The tensors with more bits of a weight, and what they are; None if there are none."""
+    if tensor.dtype.itemsize >= torch.float32.itemsize:
+        return {}, None
+    tensors = {k: each for k, each in state.items() if isinstance(each, SavedTensor)}
+    ours = {key: each for key, each in tensors.items() if key in MASTERS}
+    if ours and tensor.dtype == torch.bfloat16:
+        fits = all(each.shape == tensor.shape for each in ours.values())
+        return ours, _OURS if fits else UNREADABLE
+    others = {key: each for key, each in tensors.items() if each.numel == tensor.numel}
+    kinds = {kind: key for key in others if (kind := extra_bits(key)) and key not in MASTERS}
+    for kind in (MASTER, SUM, UNREADABLE):
+        if kind in kinds:
+            return {kinds[kind]: others[kinds[kind]]}, kind
+    return {}, None
 
 
 def moment(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Read | None:

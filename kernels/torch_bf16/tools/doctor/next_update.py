@@ -13,9 +13,8 @@ from torch import Tensor
 
 from torch_bf16.checkpoints.reader import SavedTensor
 from torch_bf16.rules.weight_decay import decay_per_lr
-from torch_bf16.tools.foreign_states import extra_bits
 
-from .exact import CHUNK, Read, has_master, moment
+from .exact import CHUNK, Read, has_master, hides_bits, moment
 from .movement import half_spacings
 
 __all__ = ["NextUpdate", "Rounding", "finite", "next_update", "rounding"]
@@ -56,15 +55,11 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
         state: what the optimizer keeps for it, possibly nothing.
         header: the header that our optimizers save; empty for others.
     """
-    if has_master(tensor, state) or tensor.dtype.itemsize >= 4:
+    kept = has_master(tensor, state) or hides_bits(tensor, state)
+    if kept or tensor.dtype.itemsize >= 4:
         return "none"
     if tensor.dtype != torch.bfloat16:
         return "unknown"
-    if any(
-        extra_bits(key) and isinstance(each, SavedTensor) and each.numel == tensor.numel
-        for key, each in state.items()
-    ):
-        return "none"
     if recipe := header.get("recipe"):
         return "nearest" if recipe.get("weights") == "bf16_nearest" else "stochastic"
     moments = [each for each in state.values() if isinstance(each, SavedTensor)]
