@@ -198,7 +198,7 @@ def test_what_other_libraries_keep_of_weights_is_read_or_said_to_be_hidden(
     assert (said in capsys.readouterr().out) == (verdict == "not seen")
 
 
-@pytest.mark.parametrize("by", ["names", "numbers", "a group without states"])
+@pytest.mark.parametrize("by", ["names", "numbers", "a group without states", "a second file"])
 def test_gains_that_no_optimizer_updates_are_not_convicted(by, tmp_path):
     start, gains = gaussian(100, 100), torch.ones(256).bfloat16()
     states = adamw_states("lora.weight", shape=(100, 100))
@@ -208,11 +208,16 @@ def test_gains_that_no_optimizer_updates_are_not_convicted(by, tmp_path):
         states["param_groups"].append({"lr": 1e-3, "params": [1]})
     for number in (0, 1):
         weights = {"norm.weight": gains, "lora.weight": start + number * 2e-3}
-        saved(tmp_path / f"{number}.pt", weights, optimizer_states=[states])
-    status, found = doctor(tmp_path / "0.pt", tmp_path / "1.pt", tmp_path / "found.json")
-    unknown = by == "a group without states"
+        (folder := tmp_path / f"{number}").mkdir()
+        torch.save(weights, folder / "pytorch_model.bin")
+        torch.save(states, folder / "optimizer.bin")
+        if by == "a second file":  # as Accelerate writes for a second optimizer
+            torch.save(states, folder / "optimizer_1.bin")
+    status, found = doctor(tmp_path / "0", tmp_path / "1", tmp_path / "found.json")
+    unknown = by.startswith("a ")
     assert verdicts(found)["norm.weight"] == ("stalls" if unknown else "stands still")
     assert status == unknown
+    assert any("not optimizer_1.bin" in each for each in found["notes"]) == (by == "a second file")
 
 
 def test_a_conviction_names_the_lines_of_each_host(tmp_path, capsys):
