@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from .gradients.release_options import release_options
 from .recipe import RECIPES, Recipe, get_recipe
 
 __all__ = [
@@ -140,9 +141,11 @@ def _parse(variable: str, name: str, text: str) -> Any:
         value = read(text)
     except ValueError:
         raise ValueError(f"{variable}={text!r} must be {number}") from None
-    if not name.startswith("release_"):
-        try:
+    try:
+        if name.startswith("release_"):
+            release_options({"release_gradients": True, name: value})
+        else:
             get_recipe("bf16-stochastic", **{name: value})
-        except ValueError as error:
-            raise ValueError(f"{variable}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}") from None
     return value

@@ -223,6 +223,7 @@ CORRUPT = [
     *("empty.ckpt", "truncated.ckpt", "binary.pt", "text.pt", "archive.zip", "numbers.pt"),
     *("foreign.pt", "empty.safetensors", "short.safetensors", "huge.safetensors"),
     *("text.safetensors", "size.safetensors", "float.safetensors", "negative.safetensors"),
+    *("overlap.safetensors", "gap.safetensors", "rest.safetensors"),
     *("none.safetensors", "model.index.json", "other.index.json", "self.index.json"),
     *("deep.index.json", "other.json"),
 ]
@@ -239,6 +240,10 @@ def corrupt(path):
     def sized(header):
         return len(header).to_bytes(8, "little") + header + b"\0" * 16
 
+    part = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":'
+    overlap, gap = (
+        part + each for each in (b'[3],"data_offsets":[4,16]}}', b'[1],"data_offsets":[12,16]}}')
+    )
     negative, real = (header.replace(b"[4]", each) for each in (b"[-2,-2]", b"[4.0]"))
     index = {"weight_map": {"w": "gone.safetensors"}}
     return {
@@ -256,6 +261,9 @@ def corrupt(path):
         "size.safetensors": (length + header.replace(b"[4]", b"[5]") + b"\0" * 16, "has 16 bytes"),
         "float.safetensors": (sized(real), "has shape"),
         "negative.safetensors": (sized(negative), "has shape"),
+        "overlap.safetensors": (sized(overlap), "b begins at byte 4 of the tensors, not at 8"),
+        "gap.safetensors": (sized(gap), "b begins at byte 12 of the tensors, not at 8"),
+        "rest.safetensors": (sized(header) + b"\0", "1 bytes belong to no tensor"),
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
         "other.index.json": (b"[]", "is not an index of a checkpoint"),
@@ -316,9 +324,9 @@ def test_steps_may_be_counted_in_a_tensor_of_one_element(kind, tmp_path):
     else:
         torch.save({"state_dict": weights, "optimizer_states": [states]}, tmp_path / "run.ckpt")
     saved = open_checkpoint(tmp_path if kind == "dcp" else tmp_path / "run.ckpt")
-    found, note = assign_states(saved)
-    assert note is None
-    assert [float(state["step"]) for state, *_ in found.values()] == [1.0] * len(weights)
+    found = assign_states(saved)
+    assert found.note is None
+    assert [float(state["step"]) for state, *_ in found.states.values()] == [1.0] * len(weights)
 
 
 def test_the_order_of_a_file_of_safetensors_is_not_taken_for_the_models(tmp_path):
@@ -331,9 +339,9 @@ def test_the_order_of_a_file_of_safetensors_is_not_taken_for_the_models(tmp_path
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "config.json").write_text('{"architecture": "of timm"}')
-    found, note = assign_states(open_checkpoint(tmp_path))
-    assert found == {}
-    assert "2 of 2 states of the optimizer could not be told apart" in note
+    found = assign_states(open_checkpoint(tmp_path))
+    assert found.states == {}
+    assert "2 of 2 states of the optimizer could not be told apart" in str(found.note)
 
 
 @pytest.mark.parametrize("kind", ["several by name", "under another key", "a config beside them"])

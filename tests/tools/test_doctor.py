@@ -1,9 +1,8 @@
 """Whom the doctor convicts: runs of the demo in all four precisions, and made-up ones."""
 
-import json
-
 import pytest
 import torch
+from doctored import doctor, gaussian, saved, verdicts
 from torch import nn
 
 import torch_bf16
@@ -19,17 +18,6 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     demo_checkpoints.train(folder, request.param)
     return folder, request.param
-
-
-def doctor(*arguments):
-    """The exit status and the record."""
-    *paths, target = arguments
-    status = cli.main(["doctor", *map(str, paths), "--json", str(target)])
-    return status, json.loads(target.read_text())
-
-
-def verdicts(found):
-    return {each["name"]: each["verdict"] for each in found["weights"]}
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["two checkpoints", "one"])
@@ -70,15 +58,6 @@ def test_one_checkpoint_without_an_optimizer_is_not_enough(runs, tmp_path, capsy
     folder, _ = runs
     assert cli.main(["doctor", str(folder / "bf16-true-0.ckpt")]) == 2
     assert "one checkpoint without it cannot show what moved" in capsys.readouterr().err
-
-
-def saved(path, weights, **rest):
-    torch.save({"state_dict": weights, **rest}, path)
-    return path
-
-
-def gaussian(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)) * 0.02
 
 
 def walk(weights, size, steps, rounded, seed=1):
@@ -141,122 +120,6 @@ def test_the_same_checkpoint_twice_is_said(tmp_path, capsys):
     before = saved(tmp_path / "a.pt", {"w": gaussian(10, 10)})
     assert cli.main(["doctor", str(before), str(before)]) == 1
     assert "not one element differs" in capsys.readouterr().out
-
-
-def adamw(tmp_path, dtype, lr, **options):
-    """A file of a run of torch's AdamW over weights of a dtype, with its optimizer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).to(dtype)
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=lr, **options)
-    for _ in range(5):
-        model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    path = tmp_path / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    return path, model, optimizer
-
-
-def test_the_expected_update_is_the_one_that_the_optimizer_took(tmp_path):
-    path, model, optimizer = adamw(tmp_path, torch.float32, 1e-2, weight_decay=0.1)
-    _, found = doctor(path, tmp_path / "found.json")
-    rows = {each["name"]: each for each in found["weights"]}
-    for name, p in model.named_parameters():
-        state = optimizer.state[p]
-        m = state["exp_avg"].double() / (1 - 0.9**5)
-        v = state["exp_avg_sq"].double() / (1 - 0.999**5)
-        d = -1e-2 * (m / (v.sqrt() + 1e-8) + 0.1 * p.detach().double())
-        assert rows[name]["update"] == pytest.approx(float(d.square().mean().sqrt()), rel=1e-5)
-        s = (p.detach() + d.float()).bfloat16().double() - p.detach().bfloat16().double()
-        lost = 1 - float((s * d).sum() / (d * d).sum())
-        assert rows[name]["update_lost_to_nearest"] == pytest.approx(lost, abs=1e-6)
-
-
-@pytest.mark.parametrize(("lr", "status"), [(1e-6, 1), (0.3, 0)])
-def test_one_checkpoint_of_bf16_weights_is_judged_by_its_learning_rate(lr, status, tmp_path):
-    path, _, _ = adamw(tmp_path, torch.bfloat16, 1e-3)
-    target = tmp_path / "found.json"
-    assert cli.main(["doctor", str(path), "--lr", str(lr), "--json", str(target)]) == status
-
-
-def test_fp32_moments_beside_bf16_weights_say_that_the_file_is_a_copy(tmp_path, capsys):
-    path, _, _ = adamw(tmp_path, torch.float32, 1e-6)
-    content = torch.load(path, weights_only=True)
-    content["model"] = {name: each.bfloat16() for name, each in content["model"].items()}
-    torch.save(content, path)
-    assert cli.main(["doctor", str(path)]) == 3
-    assert "it does not say how its weights were rounded" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["RMSprop", "Adagrad"])
-def test_one_checkpoint_whose_next_update_nobody_knows_clears_nobody(name, tmp_path, capsys):
-    model = nn.Linear(64, 64, dtype=torch.bfloat16)
-    optimizer = getattr(torch.optim, name)(model.named_parameters(), lr=1e-6)
-    model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean().backward()
-    optimizer.step()
-    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(content, tmp_path / "run.pt")
-    status, found = doctor(tmp_path / "run.pt", tmp_path / "found.json")
-    assert (status, found["healthy"]) == (3, None)
-    assert verdicts(found) == {"weight": "not judged", "bias": "not judged"}
-    assert {each["lost"] for each in found["weights"]} == {None}
-    assert "VERDICT: one checkpoint is not enough: it does not say what" in capsys.readouterr().out
-
-
-def test_weights_that_were_not_judged_are_counted_beside_those_that_were(tmp_path, capsys):
-    path, _, _ = adamw(tmp_path, torch.bfloat16, 0.3)
-    content = torch.load(path, weights_only=True)
-    content["model"]["another"] = gaussian(8, 8).bfloat16()
-    torch.save(content, path)
-    status, found = doctor(path, tmp_path / "found.json")
-    assert (status, verdicts(found)["another"]) == (0, "not judged")
-    out = capsys.readouterr().out
-    assert "another was not judged" in out
-    assert "VERDICT: no weight stalls after 5 steps" in out
-    assert out.rstrip().endswith("; 1 of 7 weights were not judged")
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["names", "numbers"])
-def test_the_states_of_all_optimizers_of_a_run_are_looked_at(named, tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(torch.bfloat16)
-    optimizers = []
-    for each, prefix in zip(model, ("0.", "1."), strict=True):
-        pairs = [(prefix + name, p) for name, p in each.named_parameters()]
-        optimizers.append(torch.optim.AdamW(pairs if named else [p for _, p in pairs], lr=1e-6))
-    model(torch.randn(8, 8, dtype=torch.bfloat16)).float().square().mean().backward()
-    states = []
-    for each in optimizers:
-        each.step()
-        states.append(each.state_dict())
-    weights = model.state_dict()
-    torch.save({"state_dict": weights, "optimizer_states": states}, tmp_path / "gan.ckpt")
-    status, found = doctor(tmp_path / "gan.ckpt", tmp_path / "found.json")
-    assert status == 1
-    assert set(verdicts(found)) == set(weights)
-    assert set(verdicts(found).values()) <= {"stalls", "loses"}
-
-
-def test_each_weight_is_judged_by_the_recipe_of_its_own_optimizer(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-    optimizers = []
-    recipes = ("bf16-fp32-master", "bf16-stochastic")
-    for prefix, part, recipe in zip(("0.", "1."), model, recipes, strict=True):
-        pairs = [(prefix + name, p) for name, p in part.named_parameters()]
-        optimizers.append(torch.optim.AdamW(pairs, lr=1e-6))
-        torch_bf16.prepare(part, optimizers[-1], recipe)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    for each in optimizers:
-        each.step()
-    states = [each.state_dict() for each in optimizers]
-    content = {"state_dict": model.state_dict(), "optimizer_states": states}
-    torch.save(content, tmp_path / "two.ckpt")
-    _, found = doctor(tmp_path / "two.ckpt", tmp_path / "found.json")
-    rounding = {each["name"]: each["rounding"] for each in found["weights"]}
-    exact = dict.fromkeys(("0.weight", "0.bias", "1.bias"), "none")
-    assert rounding == {**exact, "1.weight": "stochastic"}
 
 
 def of_ours(tmp_path):
@@ -326,11 +189,3 @@ def test_nothing_is_said_of_masters_that_cannot_be_compared(tmp_path, capsys):
     status, found = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
     assert (status, found["healthy"]) == (3, None)
     assert "VERDICT: these two checkpoints cannot tell" in capsys.readouterr().out
-
-
-def test_a_conviction_names_the_lines_of_each_host(tmp_path, capsys):
-    path, _, _ = adamw(tmp_path, torch.bfloat16, 1e-6)
-    assert cli.main(["doctor", str(path)]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "accelerate launch --mixed_precision bf16-fp32-master ..." in out
-    assert 'Trainer(precision="bf16-fp32-master")' in out

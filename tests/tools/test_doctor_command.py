@@ -8,6 +8,7 @@ import torch
 from torch_bf16.tools import cli
 from torch_bf16.tools.system_memory import peak_growth
 
+EIGHT_BITS = torch.ones(4, 4).to(torch.float8_e5m2)
 HEADER = '{"w.weight":{"dtype":"BF16","shape":[%d],"data_offsets":[0,%d]}}'
 
 
@@ -50,12 +51,29 @@ def test_names_are_matched_without_what_wraps_the_model(prefix, tmp_path, capsys
 
 
 def test_what_is_not_in_both_is_told(tmp_path, capsys):
-    before = saved(tmp_path / "a.pt", {"a": torch.ones(3), "b": torch.ones(2)})
-    after = saved(tmp_path / "b.pt", {"a": torch.zeros(3), "b": torch.ones(5), "c": torch.ones(4)})
+    weights = {"a": torch.ones(3), "b": torch.ones(2), "d": EIGHT_BITS, "e": EIGHT_BITS}
+    before = saved(tmp_path / "a.pt", weights)
+    weights = {"a": torch.zeros(3), "b": torch.ones(5), "c": torch.ones(4), "d": EIGHT_BITS}
+    weights |= {"e": torch.ones(4, 4), "batches": torch.tensor(3)}
+    after = saved(tmp_path / "b.pt", weights)
     assert cli.main(["doctor", before, after]) == 0
     out = capsys.readouterr().out
     assert "1 weights have other shapes, such as b (2,) and (5,)" in out
     assert f"1 weights of {after} are not in {before}" in out
+    unread = "1 tensors of float8_e5m2 (16 elements) were not examined"
+    assert (out.count(unread), out.count(f"of {before}, {unread}")) == (2, 1)
+    assert "int64" not in out
+
+
+def test_a_refusal_tells_the_notes_that_say_why(tmp_path, capsys):
+    names = ("a.weight", "b.weight")
+    tensors = {name: torch.ones(2, 2).bfloat16() for name in names}
+    state = {"exp_avg": torch.ones(2, 2)}
+    groups = [{"params": [0]}, {"params": [1]}]
+    states = {"state": {0: state, 1: state}, "param_groups": groups}
+    path = saved(tmp_path / "run.pt", {"model": tensors, "optimizer": states})
+    assert cli.main(["doctor", path]) == 2
+    assert "EARLIER LATER (2 of 2 states of the optimizer could" in capsys.readouterr().err
 
 
 def test_checkpoints_of_two_models_are_refused(tmp_path, capsys):
@@ -73,8 +91,9 @@ def test_checkpoints_of_two_models_are_refused(tmp_path, capsys):
         (b"\x80\x02garbage", "was cut short or damaged"),
         ({"step": torch.tensor(3)}, "holds no floating-point weights"),
         ({"w": 3}, "has no weights"),
+        ({"w": EIGHT_BITS}, "weights (1 tensors of float8_e5m2 (16 elements) were not examined)"),
     ],
-    ids=["missing", "empty", "garbage", "no floats", "no tensors"],
+    ids=["missing", "empty", "garbage", "no floats", "no tensors", "eight bits"],
 )
 def test_a_bad_second_checkpoint_ends_with_status_2(content, said, pair, tmp_path, capsys):
     path = tmp_path / "bad.pt"

@@ -12,6 +12,9 @@ import pytest
 import torch
 from packaging.version import Version
 
+from torch_bf16.backends import choose
+from torch_bf16.backends.certificates import facts_of
+from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.tools import cli
 from torch_bf16.tools.info import hosts, obstacles
 
@@ -113,12 +116,16 @@ def test_tested_versions_are_those_of_the_constraints_or_newer_ones_that_a_page_
         ("BF16_SEED", "1.5", "refused: BF16_SEED='1.5' must be a whole number"),
         ("BF16_RELEASE_GRADIENTS", "maybe", "refused: BF16_RELEASE_GRADIENTS='maybe' must be one"),
         ("BF16_RELEASE_NORM", "last_step", "refused: release_norm='last_step' is for released"),
+        ("BF16_RELEASE_NORM", "none", "-> change BF16_RELEASE_NORM, or unset it"),
+        ("BF16_RELEASE_MAX_NORM", "-1", "-> change BF16_RELEASE_MAX_NORM, or unset it"),
         ("BF16_MONITOR", "abc", "refused: BF16_MONITOR='abc' must be the number of steps"),
         ("BF16_WIEGHTS", "bf16+8", "note: BF16_WIEGHTS is set, and nothing reads it -> BF16_WEIG"),
         ("TORCH_BF16_CACHE", "/dev/null/cache", "slow: TORCH_BF16_CACHE=/dev/null/cache cannot"),
         ("NUMBA_CACHE_DIR", "/dev/null/cache", "slow: Numba finds no folder"),
-        ("BF16_AUTOLOAD", "off", "BF16_AUTOLOAD=off turns it off -> import lightning_bf16"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "torch loads no extension"),
+        ("NUMBA_CACHE_DIR", "x" * 300, "slow: Numba finds no folder"),  # refused by the system
+        ("BF16_AUTOLOAD", "off", "BF16_AUTOLOAD=off turns it off -> unset it, or import lightning"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "_AUTOLOAD=0: torch loads no extension -> unset it"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "true", "_AUTOLOAD=true: torch loads no extension"),
         ("TORCH_BF16_DISABLE_PATCHES", "foo", "refused: TORCH_BF16_DISABLE_PATCHES='foo': foo is"),
         ("TRITON_INTERPRET", "1", "slow: TRITON_INTERPRET=1"),
     ],
@@ -173,6 +180,29 @@ def test_a_package_that_is_not_installed_has_no_hook(capsys, monkeypatch):
     assert "the package is on the path but not installed" in met(capsys)
 
 
+def test_a_user_without_a_home_is_told_the_same(usual, monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert obstacles._cache() is None
+    assert not obstacles._writable(None)
+    assert any("the user's cache cannot be written" in each.what for each in obstacles.obstacles())
+
+
+def test_verdicts_of_another_machine_are_no_obstacle_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
+    cpu = torch.device("cpu")
+    here = facts_of(choose(cpu, "eager"), cpu)
+    there = [here[0], *(f"another {each}" for each in here[1:-1]), here[-1]]
+    for variant, facts in (("adamw_here", here), ("adamw_there", there)):
+        verdict(["eager", variant, *facts], lambda: lambda: "the wrong bits")
+    (found,) = [each for each in obstacles.obstacles() if "the wrong bits" in each.what]
+    assert "eager backend is not used for adamw_here" in found.what
+    assert any(str(each) in found.instead for each in tmp_path.iterdir())
+
+
 def test_a_record_to_send_does_not_name_the_user(capsys, monkeypatch):
     for name in ("NUMBA_CACHE_DIR", "TORCH_BF16_CACHE"):
         monkeypatch.setenv(name, f"{Path.home()}/cache")
@@ -212,6 +242,7 @@ def with_a_gpu(monkeypatch, supported=True):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # none whose properties are asked
 
 
 def test_gpus_that_emulate_bf16_are_slow(monkeypatch):

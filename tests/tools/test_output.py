@@ -55,6 +55,13 @@ def test_a_file_that_cannot_be_replaced_is_written_where_it_is(tmp_path, monkeyp
     assert [*tmp_path.iterdir()] == [file]
 
 
+def test_a_name_that_the_terminal_cannot_show_does_not_end_a_report(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert exit_status("doctor", lambda: print("\u5c42.weight \udce9.pt") or 0) == 0
+    assert stream.buffer.getvalue() == b"\\u5c42.weight \\udce9.pt\n"
+
+
 @pytest.mark.parametrize(
     ("value", "digits", "text"),
     [

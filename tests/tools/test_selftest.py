@@ -223,6 +223,17 @@ def test_what_is_wrong_is_named_and_ends_with_status_1(quick, monkeypatch, capsy
     assert said in capsys.readouterr().out
 
 
+def test_a_named_backend_is_set_aside_and_that_is_said(quick, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_BF16_BACKEND", "eager")
+    chosen = []
+    checks = {"a check": lambda device: chosen.append(choose(device).name)}
+    monkeypatch.setattr(command, "all_checks", lambda: checks)
+    assert cli.main(["selftest", "--device", "cpu"]) == 0
+    assert chosen == ["cpu"]
+    assert "note: TORCH_BF16_BACKEND=eager was set aside" in capsys.readouterr().out
+    assert os.environ["TORCH_BF16_BACKEND"] == "eager"
+
+
 def on_a_gpu(monkeypatch, fault, mode):
     """The record of a GPU that is not there; the number of processes."""
     state, processes = {"compute_mode": mode}, []

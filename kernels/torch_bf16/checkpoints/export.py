@@ -206,11 +206,10 @@ def export_weights(
         target: as for :func:`export_file`, and so are ``dtype`` and ``optimizer``.
     """
     _check_dtype(dtype)
-    further = [*saved.path.glob("optimizer_[1-9]*")] if saved.path.is_dir() else []
-    if further and optimizer is None:
+    if saved.further and optimizer is None:
         raise CheckpointError(
-            f"{saved.path} holds {len(further) + 1} optimizers, and does not say which weights "
-            "belong to which. Export one model at a time: its file of weights, with its "
+            f"{saved.path} holds {len(saved.further) + 1} optimizers, and does not say which "
+            "weights belong to which. Export one model at a time: its file of weights, with its "
             "--optimizer FILE"
         )
     if saved.left_out:

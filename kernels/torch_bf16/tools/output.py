@@ -164,6 +164,7 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
             all others are bugs and keep their traceback.
     """
     _open_what_is_closed()
+    _show_every_character()
     status = _BROKEN_PIPE
     message = None
     try:
@@ -205,6 +206,13 @@ def _open_what_is_closed() -> None:
                 os.close(nowhere)
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
+
+
+def _show_every_character() -> None:
+    """Print what a stream's encoding does not have as an escape: a name must not end a report."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str) -> None:

@@ -77,6 +77,11 @@ def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype)
     return _tried(backend, name, device, load)
 
 
+def facts_of(backend: Backend, device: torch.device) -> list[str]:
+    """What a verdict holds for, beside the backend's name and the kernel's."""
+    return [torch.__version__, *backend.fingerprint(device), source_hash()]
+
+
 def _tried(
     backend: Backend,
     name: str,
@@ -90,9 +95,8 @@ def _tried(
         return "it was not tried before a CUDA graph was captured; take an ordinary step first"
     with _lock:
         if key not in _known:
-            facts = [torch.__version__, *backend.fingerprint(device), source_hash()]
             try:
-                _known[key] = verdict([*key[:2], *facts], load)
+                _known[key] = verdict([*key[:2], *facts_of(backend, device)], load)
             except _NotRun as error:
                 # Not written to disk: another process may have what was missing here.
                 _known[key] = f"it cannot be compiled or run ({error})"

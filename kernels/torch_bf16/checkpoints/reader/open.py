@@ -41,6 +41,11 @@ def open_checkpoint(path: Path, verify: bool = False) -> Saved:
     """
     if path.is_dir():
         found = _folder(path, verify)
+        # Accelerate numbers them, and says nowhere which weights belong to which.
+        found.further = sorted(path.glob("optimizer_[1-9]*"))
+        if found.further and found.optimizers:
+            more = ", ".join(each.name for each in found.further)
+            found.notes.append(f"of the optimizers of {path}, only the first was read: not {more}")
     elif not path.exists():
         raise FileNotFoundError(f"there is no {path}")
     elif not path.is_file():

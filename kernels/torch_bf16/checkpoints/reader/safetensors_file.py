@@ -49,6 +49,8 @@ def read_safetensors(path: Path) -> Saved:
         entries = {name: each for name, each in header.items() if name != "__metadata__"}
         # safetensors sorts what it writes by dtype and name.
         found = Saved(path, {}, ordered=False)
+        first = _LENGTH + length
+        places: list[tuple[int, int, str]] = []
         for name, each in entries.items():
             is_complex = each["dtype"] == "C64"
             dtype = torch.float32 if is_complex else _DTYPES.get(each["dtype"])
@@ -56,19 +58,26 @@ def read_safetensors(path: Path) -> Saved:
             shape = (*each["shape"], 2) if is_complex else tuple(each["shape"])
             if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
                 raise ValueError(f"{name} has shape {shape} and bytes {begin} to {end}")
+            if first + end > size:
+                raise damaged_safetensors(path, f"{name} would end at byte {first + end:,}")
+            places.append((begin, end, name))
             if dtype is None:
                 found.left_out.append(name)
                 found.notes.append(
                     f"{name} is {each['dtype']}, a dtype that is unknown here: left out"
                 )
                 continue
-            start = _LENGTH + length + begin
             if end - begin != prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
-            if start + end - begin > size:
-                raise damaged_safetensors(path, f"{name} would end at byte {start + end - begin:,}")
-            read = functools.partial(read_numbers, path, start, dtype)
+            read = functools.partial(read_numbers, path, first + begin, dtype)
             found.tensors[name] = SavedTensor(shape, dtype, read, is_complex=is_complex)
+        at = 0
+        for begin, end, name in sorted(places):
+            if begin != at:
+                raise ValueError(f"{name} begins at byte {begin:,} of the tensors, not at {at:,}")
+            at = end
+        if first + at != size:
+            raise ValueError(f"{size - first - at:,} bytes belong to no tensor")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged_safetensors(path, f"its header is not valid ({error})") from None
     return found

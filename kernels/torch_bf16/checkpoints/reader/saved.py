@@ -103,6 +103,7 @@ class Saved:
         notes: what was left out, and why.
         left_out: names of tensors of the model that were, because they cannot be read here.
         ordered: whether names are in the order of the module that was saved.
+        further: files or folders of further optimizers, which were not read.
     """
 
     path: Path
@@ -112,6 +113,7 @@ class Saved:
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     ordered: bool = True
+    further: list[Path] = field(default_factory=list)
 
     def untied(self) -> dict[str, SavedTensor]:
         """The tensors, each under its first name only."""

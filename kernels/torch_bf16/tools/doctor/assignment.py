@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,33 @@ import torch
 from torch_bf16.checkpoints.reader import OptimizerStates, Saved, SavedTensor
 from torch_bf16.sharding import saved_names
 
-__all__ = ["State", "assign_states"]
+__all__ = ["Assigned", "State", "assign_states"]
 
 State = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 """What an optimizer keeps for a parameter, the hyperparameters of its group, and its header."""
 
 
-def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
-    """Assign an optimizer's states to weights, by name; returns a note, too, if some are left over.
+@dataclass(frozen=True)
+class Assigned:
+    """The states of a checkpoint's optimizers, by weight.
 
-    States that the state dict names are assigned by name. Numbered states are assigned by shape and
-    by the order of the model, and only if that leaves no choice: a mistake would mix up weights.
+    Attributes:
+        states: what is kept for each weight, by the weight's name.
+        complete: whether these are all weights that the optimizers update.
+        note: which states are left over, and why; None if none are.
+    """
+
+    states: dict[str, State]
+    complete: bool
+    note: str | None
+
+
+def assign_states(saved: Saved) -> Assigned:
+    """Assign the states of optimizers to weights.
+
+    States that the state dict names are assigned by name. Numbered states are assigned to the
+    others by shape and by the order of the model, and only if that leaves no choice: a mistake
+    would mix up weights.
     """
     named: dict[str, State] = {}
     for each in saved.optimizers:
@@ -31,13 +48,16 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
     keys = saved_names(named, saved.tensors)
     found = {keys[name]: state for name, state in named.items() if name in keys}
     unassigned = len(named) - len(found)
-    if numbered and not named:
+    if numbered:
         order = _order(saved)
+        taken = {saved.tensors[name].tied or name for name in found}
         names_by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
         untied = saved.untied()
         for name in order or untied:
             each = untied.get(name)
-            if each is not None and each.dtype.is_floating_point:
+            if each is None or (each.tied or name) in taken:
+                continue
+            if each.dtype.is_floating_point:
                 names_by_shape[each.shape].append(name)
         states_by_shape: dict[tuple[int, ...], list[tuple[Any, State]]] = defaultdict(list)
         for group, shape, state in numbered:
@@ -52,12 +72,28 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
             else:
                 unassigned += len(states)
     if not unassigned:
-        return found, None
+        return Assigned(found, bool(found) and _is_complete(saved, len(found)), None)
     why = "numbered, and safetensors keeps no order" if not saved.ordered else "numbered"
-    return found, (
+    note = (
         f"{unassigned} of {unassigned + len(found)} states of the optimizer could not be told "
         f"apart: they are {why}. Next time, construct the optimizer with model.named_parameters()"
     )
+    return Assigned(found, False, note)
+
+
+def _is_complete(saved: Saved, assigned: int) -> bool:
+    """Whether no weight is updated but those that have the ``assigned`` states.
+
+    An optimizer that keeps states keeps one for each weight that has had a gradient; of a group
+    that has none, nothing is known.
+    """
+    groups = ((each.state, group) for each in saved.optimizers for group in each.groups)
+    known = all(
+        not (keys := group.get("params")) or any(key in state for key in keys)
+        for state, group in groups
+    )
+    kept = sum(len(each.state) for each in saved.optimizers)
+    return known and assigned == kept and not saved.further
 
 
 def _states_by_name(optimizer: OptimizerStates) -> dict[str, State]:
@@ -75,11 +111,12 @@ def _states_by_number(
 ) -> list[tuple[tuple[int, int], tuple[int, ...], State]]:
     found = []
     for which, optimizer in enumerate(optimizers):
+        names = optimizer.names()
         for number, group in enumerate(optimizer.groups):
             for key in group.get("params", ()):
                 state = optimizer.state.get(key)
                 shape = None if state is None else _shape(state)
-                if state is not None and shape is not None and not isinstance(key, str):
+                if state is not None and shape is not None and key not in names:
                     found.append(((which, number), shape, (state, group, optimizer.header)))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch_bf16.errors import CheckpointError
 from torch_bf16.sharding import bare_name
 
 from .assignment import State, assign_states
-from .exact import Read, has_master, weight
+from .exact import Read, has_master, hides_bits, weight
 from .movement import Movement, movement
 from .next_update import NextUpdate, Rounding, finite, next_update, rounding
 
 __all__ = ["Examination", "Examined", "examine"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_COUNTS = (torch.int64, torch.bool)  # of buffers, never of weights
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Examined:
         master: whether either checkpoint has an exact master of it.
         lacks: which checkpoint, ``"earlier"`` or ``"later"``, has no master although the other one
             does, so that the bf16 numbers of both were compared; else None.
+        hidden: whether an optimizer keeps bits of it that cannot be read here.
+        frozen: whether the later checkpoint shows that no optimizer updates it.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Examined:
     rounding: Rounding
     master: bool
     lacks: str | None
+    hidden: bool
+    frozen: bool
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,15 @@ def examine(
     _refuse_swapped(before, after)
     notes = [*(before.notes if before else []), *after.notes]
     pairs = _pairs(before, after, notes)
-    states, note = assign_states(after)
-    notes += [note] if note else []
-    earlier, _ = assign_states(before) if before is not None else ({}, None)
+    assigned = assign_states(after)
+    states = assigned.states
+    notes += [assigned.note] if assigned.note else []
+    earlier = assign_states(before).states if before is not None else {}
     if before is None and not states:
         raise CheckpointError(
             f"{after.path} has no state of an optimizer that could be assigned to its weights, and "
             "one checkpoint without it cannot show what moved. Give an earlier one, too: "
-            "python -m torch_bf16 doctor EARLIER LATER"
+            f"python -m torch_bf16 doctor EARLIER LATER{_told(notes)}"
         )
     found = []
     headers = [each.header for each in after.optimizers]
@@ -112,10 +118,12 @@ def examine(
                 new.shape,
                 new.dtype,
                 moved,
-                next_update(weight(new, state), state, group, new.numel, lr),
+                next_update(weight(new, state), state, group, new.shape, lr),
                 rounding(new, state, header),
                 has_master(new, state) or (old is not None and has_master(old, old_state)),
                 lacks,
+                hides_bits(new, state) or (old is not None and hides_bits(old, old_state)),
+                assigned.complete and name not in states,
             )
         )
     for which, path in (("earlier", before and before.path), ("later", after.path)):
@@ -176,19 +184,19 @@ def _pairs(
 
     Tied weights are listed once.
     """
-    weights = {
+    tensors = {
         name: each
         for name, each in after.untied().items()
-        if each.dtype in _FLOATS
-        and each.numel
-        and not name.endswith(("running_mean", "running_var"))
+        if each.numel and not name.endswith(("running_mean", "running_var"))
     }
+    weights = {name: each for name, each in tensors.items() if each.dtype in _FLOATS}
+    notes += _unexamined(each for each in tensors.values() if each.dtype not in _FLOATS)
     if not weights:
-        raise CheckpointError(f"{after.path} holds no floating-point weights")
+        raise CheckpointError(f"{after.path} holds no floating-point weights{_told(notes)}")
     if before is None:
         return [(name, None, each) for name, each in weights.items()]
     old_names = _match_names(before, weights)
-    pairs, shapes = [], []
+    pairs, shapes, others = [], [], []
     for name, each in weights.items():
         old = old_names.get(name)
         if old is None:
@@ -197,17 +205,40 @@ def _pairs(
             shapes.append(f"{name} {before.tensors[old].shape} and {each.shape}")
         elif before.tensors[old].dtype in _FLOATS:
             pairs.append((name, old, each))
+        else:
+            others.append(before.tensors[old])
+    notes += [f"of {before.path}, {each}" for each in _unexamined(others)]
     if shapes:
         notes.append(f"{len(shapes)} weights have other shapes, such as {shapes[0]}")
-    if missing := len(weights) - len(pairs) - len(shapes):
+    if missing := len(weights) - len(pairs) - len(shapes) - len(others):
         notes.append(f"{missing} weights of {after.path} are not in {before.path}")
     if not pairs:
         first, second = (", ".join(list(names)[:3]) for names in (before.tensors, weights))
         raise CheckpointError(
             f"{before.path} and {after.path} have no weight of the same name and shape: {first}, "
-            f"... in the first, {second}, ... in the second. They are not of one run"
+            f"... in the first, {second}, ... in the second. They are not of one run{_told(notes)}"
         )
     return pairs
+
+
+def _unexamined(tensors: Iterable[SavedTensor]) -> list[str]:
+    """A note for each dtype whose numbers are not read here, as of quantized weights."""
+    counts: dict[torch.dtype, list[int]] = {}
+    for each in tensors:
+        if each.dtype not in _COUNTS:
+            count = counts.setdefault(each.dtype, [0, 0])
+            count[0] += 1
+            count[1] += each.numel
+    return [
+        f"{number} tensors of {str(dtype).removeprefix('torch.')} ({numel:,} elements) were not "
+        "examined"
+        for dtype, (number, numel) in counts.items()
+    ]
+
+
+def _told(notes: list[str]) -> str:
+    """Notes at the end of an error, which no report will tell."""
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _match_names(before: Saved, weights: dict[str, SavedTensor]) -> dict[str, str]:

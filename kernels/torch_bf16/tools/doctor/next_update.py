@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.checkpoints.reader import SavedTensor
-from torch_bf16.tools.foreign_states import extra_bits
+from torch_bf16.rules.weight_decay import decay_per_lr
 
-from .exact import CHUNK, Read, has_master, moment
+from .exact import CHUNK, Read, has_master, hides_bits, moment
 from .movement import half_spacings
 
 __all__ = ["NextUpdate", "Rounding", "finite", "next_update", "rounding"]
@@ -21,6 +22,9 @@ __all__ = ["NextUpdate", "Rounding", "finite", "next_update", "rounding"]
 Rounding = str
 """``"nearest"``, ``"stochastic"``, ``"none"`` if weights have more bits than bf16 or the lost bits
 are kept, or ``"unknown"``."""
+
+# Options of SGD and of RMSprop, whose buffer is the update. Muon and others make theirs from it.
+_UPDATE_IS_BUFFER = ("dampening", "centered")
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,11 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
         state: what the optimizer keeps for it, possibly nothing.
         header: the header that our optimizers save; empty for others.
     """
-    if has_master(tensor, state) or tensor.dtype.itemsize >= 4:
+    kept = has_master(tensor, state) or hides_bits(tensor, state)
+    if kept or tensor.dtype.itemsize >= 4:
         return "none"
     if tensor.dtype != torch.bfloat16:
         return "unknown"
-    if any(
-        extra_bits(key) and isinstance(each, SavedTensor) and each.numel == tensor.numel
-        for key, each in state.items()
-    ):
-        return "none"
     if recipe := header.get("recipe"):
         return "nearest" if recipe.get("weights") == "bf16_nearest" else "stochastic"
     moments = [each for each in state.values() if isinstance(each, SavedTensor)]
@@ -69,21 +69,26 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
 
 
 def next_update(
-    weight: Read, state: Mapping[str, Any], group: Mapping[str, Any], numel: int, lr: float | None
+    weight: Read,
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    shape: Sequence[int],
+    lr: float | None,
 ) -> NextUpdate | None:
-    """The next update of an optimizer of Adam's kind or with momentum; None for any other.
+    """The next update of Adam's kind, or of SGD or RMSprop with momentum; None for any other.
 
     Args:
         weight: reads its elements as fp32.
         state: what the optimizer keeps for it.
         group: its hyperparameters.
-        numel: elements of the weight.
+        shape: the weight's shape; moments of another one, as of a projection, say nothing here.
         lr: a learning rate in place of the group's.
     """
     rate = finite(group.get("lr"), 0.0) or finite(group.get("initial_lr"), 0.0)
     rate = rate if lr is None else lr
     step = int(finite(state.get("step"), 0.0))
-    update = _update(state, group, rate, step)
+    update = _update(state, group, shape, rate, step)
+    numel = prod(shape)
     if update is None or not rate or not numel:
         return None
     product = squares = 0.0
@@ -102,19 +107,21 @@ def next_update(
 
 
 def _update(
-    state: Mapping[str, Any], group: Mapping[str, Any], lr: float, step: int
+    state: Mapping[str, Any], group: Mapping[str, Any], shape: Sequence[int], lr: float, step: int
 ) -> Callable[[Tensor, int, int], Tensor] | None:
     first, second, buffer = (
-        moment(state, name) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        moment(state, name, shape) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
     )
-    if buffer is not None:
+    if buffer is not None and any(key in group for key in _UPDATE_IS_BUFFER):
         return lambda w, start, stop: buffer(start, stop) * -lr
     betas = group.get("betas")
     if first is None or second is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return None
     rates = [min(max(finite(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
     bias1, bias2 = (1 - beta ** max(step, 1) for beta in rates)
-    eps, decay = finite(group.get("eps"), 1e-8), finite(group.get("weight_decay"), 0.0)
+    eps = finite(group.get("eps"), 1e-8)
+    options = ("weight_decay", "fully_decoupled_weight_decay")
+    decay = decay_per_lr({key: finite(group.get(key), 0.0) for key in options})
     # A decay that is not decoupled is in the moments.
     decay = decay if group.get("decoupled_weight_decay", True) else 0.0
 

@@ -65,6 +65,8 @@ def _row(each: Finding, compared: bool) -> dict[str, Any]:
         "dtype": str(weight.dtype).removeprefix("torch."),
         "exact_master": weight.master,
         "lacks_master": weight.lacks,
+        "hidden_bits": weight.hidden,
+        "frozen": weight.frozen,
         "verdict": each.verdict,
         "shown_by": each.why or None,
         "lost": each.lost,

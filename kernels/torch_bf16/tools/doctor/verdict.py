@@ -28,9 +28,10 @@ class Finding:
     Attributes:
         weight: the weight.
         verdict: ``"stalls"``, ``"broken"``, ``"loses"``, ``"stands still"`` (frozen, or without a
-            gradient: not by rounding), ``"not seen"`` (it has an exact master, which one of the
-            checkpoints lacks, and no bf16 number moved), ``"not judged"`` (one checkpoint, which
-            does not say what its next update is, or how it is rounded) or ``"learns"``.
+            gradient: not by rounding), ``"not seen"`` (no bf16 number moved, and it has an exact
+            master that one of the checkpoints lacks, or bits that cannot be read here),
+            ``"not judged"`` (one checkpoint, which does not say what its next update is, or how it
+            is rounded) or ``"learns"``.
         lost: the share missing of the distance that it should move; None if it was not judged.
         why: the evidence: ``"size"``, ``"gain"``, ``"state"``, ``"rounding"`` or empty.
     """
@@ -99,7 +100,7 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
         survived = moved.survived
         if survived is not None:
             lost, why = 1 - survived, "size"
-        elif gains and moved.ones_before == moved.numel:
+        elif gains and not each.frozen and moved.ones_before == moved.numel:
             lost, why = 1.0, "gain"
     if 1 - lost < STALLING:
         return Finding(each, STALLS, lost, why)
@@ -109,7 +110,8 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
         stalls = plan.survived < STALLING and not learned
         return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
     if compared and not moved.moved:
-        return Finding(each, STANDS if each.lacks is None else UNSEEN, 0.0)
+        unseen = each.lacks is not None or each.hidden
+        return Finding(each, UNSEEN if unseen else STANDS, 0.0)
     unclear = each.rounding == "unknown" or (each.rounding == "nearest" and plan is None)
     if unclear and not compared:
         return Finding(each, UNJUDGED, None, "state" if plan is None else "rounding")
@@ -120,9 +122,10 @@ def _gains_stand_still(found: Examination, usual: float | None) -> bool:
     """Whether none of the gains that were 1.0 moved, while other weights moved far enough to show.
 
     All gains of a model are checked together, because in a bf16 copy of weights that do learn, few
-    of them move in a short run.
+    of them move in a short run. Those that no optimizer updates show nothing.
     """
-    gains = [w.movement for w in found.weights if w.movement.ones_before == w.movement.numel]
+    trained = [each.movement for each in found.weights if not each.frozen]
+    gains = [each for each in trained if each.ones_before == each.numel]
     if not found.compared or usual is None or not gains:
         return False
     return not any(each.moved for each in gains) and usual > gains[0].half_spacing / 4
@@ -148,17 +151,17 @@ def _sentence(
     if verdict == STANDS:
         # Frozen if the others' distance, even spread over all steps, would move its finest element.
         least = (usual or 0.0) / max(found.steps or 0, _STEPS)
-        fine = all(not w.movement.rounded or w.movement.finest < least for w in weights)
+        fine = all(w.frozen or not w.movement.rounded or w.movement.finest < least for w in weights)
         why = ", and not by rounding: it is frozen, or no gradient reaches it"
         if not fine:
             half = f"half a bf16 spacing, {_half(weights):.2g}"
             why = f": it is frozen, or each update is below {half}"
         return f"{several} has not moved{during}{why}"
     if verdict == UNSEEN:
-        return (
-            f"{several}: none of its bf16 numbers changed{during}, which proves nothing: it has an "
-            "exact master, and only one of the two checkpoints has that"
-        )
+        why = "it has an exact master, and only one of the two checkpoints has that"
+        if all(each.hidden for each in weights):
+            why = "its optimizer keeps its lost bits in a form that cannot be read here"
+        return f"{several}: none of its bf16 numbers changed{during}, which proves nothing: {why}"
     if verdict == UNJUDGED:
         fault = "its optimizer's state, if any, does not determine the next update"
         if why == "rounding":
@@ -213,7 +216,14 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
         )
     if broken:
         return f"VERDICT: {len(broken)} of {len(findings)} weights hold NaN or infinities"
-    if any(each.verdict == UNSEEN for each in findings) and bad:
+    unseen = [each.weight for each in findings if each.verdict == UNSEEN]
+    if unseen and bad and all(each.hidden for each in unseen):
+        return (
+            "VERDICT: these two checkpoints cannot tell: no bf16 number changed, and the optimizer "
+            "keeps the lost bits in a form that cannot be read here. Give two checkpoints that lie "
+            "further apart"
+        )
+    if unseen and bad:
         return (
             "VERDICT: these two checkpoints cannot tell: no bf16 number changed, and one of them "
             "lacks the exact masters. Give two checkpoints with their optimizer's state"

@@ -46,7 +46,7 @@ def info(options: argparse.Namespace) -> int:
 
 def record() -> dict[str, Any]:
     """Everything that ``info`` shows, ready for JSON; nothing in it names a user or a machine."""
-    works, why = hook()
+    found_hook = hook()
     kept = verdicts()
     place = folder()
     disabled = []
@@ -57,7 +57,7 @@ def record() -> dict[str, Any]:
         "kind": "info",
         **machine(devices()[-1]),
         "torch": {"needed": needed("torch"), "newest_tested": TESTED["torch"]},
-        "hook": {"works": works, "why": why},
+        "hook": {"works": found_hook.works, "why": found_hook.why},
         "hosts": host_rows(),
         "torch_patches": [
             {

@@ -6,13 +6,14 @@ import importlib.metadata
 import os
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from torch_bf16.environment import OFF
 from torch_bf16.errors import version_numbers
 from torch_bf16.tools.machine import versions
 
-__all__ = ["TESTED", "hook", "host_rows", "is_older", "needed"]
+__all__ = ["TESTED", "Hook", "hook", "host_rows", "is_older", "needed"]
 
 TESTED = {
     "torch": "2.15.0",
@@ -29,6 +30,8 @@ TESTED = {
 }
 """The newest version of each that the tests have run with; ``docs/versions.md`` says when."""
 
+_IMPORT = "import lightning_bf16 or accelerate_bf16 in the script"
+
 HOSTS = (
     "lightning",
     "pytorch-lightning",
@@ -40,19 +43,39 @@ HOSTS = (
 )
 
 
-def hook() -> tuple[bool, str]:
-    """Whether hosts know the modes without an import of this package, and why or why not."""
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
-        return False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch loads no extension"
+@dataclass(frozen=True)
+class Hook:
+    """Whether hosts know the modes without an import of this package.
+
+    Attributes:
+        works: whether they do.
+        why: why, or why not.
+        instead: what makes it work; empty if it does.
+    """
+
+    works: bool
+    why: str
+    instead: str = ""
+
+
+def hook() -> Hook:
+    """Find out whether hosts know the modes without an import of this package."""
+    switch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    # As torch reads it: no other value means yes.
+    if switch != "1":
+        why = f"TORCH_DEVICE_BACKEND_AUTOLOAD={switch}: torch loads no extension"
+        return Hook(False, why, f"unset it, or {_IMPORT}")
     if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() in OFF:
-        return False, f"BF16_AUTOLOAD={os.environ['BF16_AUTOLOAD']} turns it off"
+        why = f"BF16_AUTOLOAD={os.environ['BF16_AUTOLOAD']} turns it off"
+        return Hook(False, why, f"unset it, or {_IMPORT}")
     points = importlib.metadata.entry_points(group="torch.backends")
     if not any(each.name == "bf16" for each in points):
-        return False, "the package is on the path but not installed, so torch does not find it"
+        why = "the package is on the path but not installed, so torch does not find it"
+        return Hook(False, why, f"pip install the folder of its pyproject.toml, or {_IMPORT}")
     # Its finder, and not the module, which other code imports, too.
     if not any(type(each).__module__ == "bf16_autoload" for each in sys.meta_path):
-        return False, "installed, but torch has not called it, or the call failed"
-    return True, "installed, and called by torch"
+        return Hook(False, "installed, but torch has not called it, or the call failed", _IMPORT)
+    return Hook(True, "installed, and called by torch")
 
 
 def host_rows() -> list[dict[str, Any]]:

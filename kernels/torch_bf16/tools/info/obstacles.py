@@ -15,8 +15,7 @@ import torch
 from bf16_autoload import resembles_a_mode
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import all_verdicts, file_of, folder
-from torch_bf16.backends.sources import source_hash
+from torch_bf16.backends.certificates import all_verdicts, facts_of, file_of, folder
 from torch_bf16.environment import (
     OPTIONS,
     misspelt_variables,
@@ -68,9 +67,15 @@ def obstacles() -> list[Obstacle]:
 
 
 def verdicts() -> list[tuple[list[str], str | None]]:
-    """Verdicts on the kernels of this version under this torch; those of others are history."""
-    current = {torch.__version__, source_hash()}
-    return [(key, fault) for key, fault in all_verdicts() if current <= set(key)]
+    """Verdicts that hold here; those of other versions are history, and a folder may be shared."""
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    current = [
+        (name, facts_of(choose(device, name), device))
+        for device in (torch.device("cpu"), *(torch.device("cuda", each) for each in gpus))
+        for name, reason in explain(device).items()
+        if reason is None
+    ]
+    return [(key, fault) for key, fault in all_verdicts() if (key[0], key[2:]) in current]
 
 
 def _versions() -> Iterator[Obstacle]:
@@ -97,13 +102,10 @@ def _versions() -> Iterator[Obstacle]:
                 f"{name} {version} is newer than {each['newest_tested']}, the newest one tested",
                 "report what differs",
             )
-    works, why = hook()
-    if not works:
-        yield Obstacle(
-            "refused",
-            f"hosts do not know the modes without an import: {why}",
-            "import lightning_bf16 or accelerate_bf16 in the script, or pip install torch-bf16",
-        )
+    found = hook()
+    if not found.works:
+        what = f"hosts do not know the modes without an import: {found.why}"
+        yield Obstacle("refused", what, found.instead)
 
 
 def _environment() -> Iterator[Obstacle]:
@@ -299,11 +301,24 @@ def _numba_writes() -> bool:
     if named:
         return _writable(Path(named))
     source = Path(__file__).parents[2] / "backends" / "cpu"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return _writable(source / "__pycache__") or _writable(cache / "numba")
+    return _writable(source / "__pycache__") or _writable(_cache(), "numba")
 
 
-def _writable(path: Path) -> bool:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK)
+def _cache() -> Path | None:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None  # the user has no home
+
+
+def _writable(path: Path | None, *parts: str) -> bool:
+    """Whether a folder can be written, or made."""
+    if path is None:
+        return False
+    path = path.joinpath(*parts)
+    try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return path.is_dir() and os.access(path, os.W_OK)
+    except OSError:
+        return False  # a folder on the way is closed

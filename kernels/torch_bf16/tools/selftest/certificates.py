@@ -25,12 +25,19 @@ from torch_bf16.backends.certificates import fault_of, is_lost
 from torch_bf16.errors import described
 from torch_bf16.recipe import RECIPES, Recipe
 
-__all__ = ["INT8_MOMENTS", "Certificate", "certify", "fresh_verdicts", "variants_for"]
+__all__ = [
+    "INT8_MOMENTS",
+    "Certificate",
+    "certify",
+    "chosen_automatically",
+    "fresh_verdicts",
+    "variants_for",
+]
 
 INT8_MOMENTS = Recipe("int8-moments", exp_avg="int8", exp_avg_sq="int8")
 
 _RULES = (rules.ADAMW, rules.SGD_MOMENTUM, rules.LION, rules.MUON)
-_FOLDER = "TORCH_BF16_CACHE"
+_FOLDER, _BACKEND = "TORCH_BF16_CACHE", "TORCH_BF16_BACKEND"
 # Seconds without a result after which a process counts as hanging: importing and compiling take
 # only a few.
 _PATIENCE = 90.0
@@ -82,15 +89,33 @@ def variants_for(device: torch.device) -> list[Variant]:
 @contextmanager
 def fresh_verdicts() -> Iterator[None]:
     """Use a temporary folder of verdicts: earlier ones do not count, and none are left behind."""
-    before = os.environ.get(_FOLDER)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[_FOLDER] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_FOLDER]
-            if before is not None:
-                os.environ[_FOLDER] = before
+    with tempfile.TemporaryDirectory() as folder, _variable(_FOLDER, folder):
+        yield
+
+
+@contextmanager
+def chosen_automatically() -> Iterator[str | None]:
+    """Set a backend that the environment names aside, and yield its name, or None.
+
+    Else a named ``eager`` would be compared with itself, and no fault of a kernel be found.
+    """
+    named = os.environ.get(_BACKEND) or None
+    with _variable(_BACKEND, None):
+        yield named
+
+
+@contextmanager
+def _variable(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable, or unset it, for this process and those that it starts."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def certify(

@@ -18,7 +18,7 @@ from torch_bf16.tools.machine import device_state, machine, variables
 from torch_bf16.tools.output import STANDARD_OUTPUT, command_line, date, publish, say
 from torch_bf16.tools.system_memory import available_bytes
 
-from .certificates import certify, fresh_verdicts
+from .certificates import certify, chosen_automatically, fresh_verdicts
 from .report import show
 from .speed import models_for, speed
 from .steps import Outcome, all_checks, run
@@ -46,11 +46,16 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
 def selftest(options: argparse.Namespace) -> int:
     """Check whether the package works here, and how fast it is; print and write the record.
 
+    A backend that the environment names is set aside: the fastest one is what is checked.
+
     Returns:
         The exit status: 0 if everything is right, else 1.
     """
-    with fresh_verdicts():
+    with fresh_verdicts(), chosen_automatically() as named:
         found = _examine(options.device, command_line(options.arguments))
+    if named:
+        note = f"TORCH_BF16_BACKEND={named} was set aside: what runs without it was checked"
+        found["notes"].append(note)
     publish(found, options.json, show)
     if options.json not in (None, STANDARD_OUTPUT):
         print(f"the record, to send with a report: {options.json}")
