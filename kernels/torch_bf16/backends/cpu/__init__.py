@@ -6,7 +6,6 @@ Numba is imported when the first step is planned, never by ``import torch_bf16``
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
 
@@ -17,10 +16,7 @@ from torch_bf16.backends.backend import Kernel
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.host_scalars import HostScalars
 
-__all__ = ["PROCESS", "CpuBackend"]
-
-PROCESS = os.getpid()
-"""The process that imported this package: one with another id was forked from it."""
+__all__ = ["CpuBackend"]
 
 
 @functools.cache
