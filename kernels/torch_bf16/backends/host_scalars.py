@@ -115,7 +115,8 @@ def multiplier_of(inputs: StepInputs) -> float:
     """The total factor of the gradients, as a number.
 
     Raises:
-        ValueError: gradients were scaled by 0.
+        ValueError: gradients were scaled by 0. On a device, where nothing can be raised, such a
+            step is skipped.
     """
     scale = float(inputs.coefficient)
     if inputs.grad_scale is None:

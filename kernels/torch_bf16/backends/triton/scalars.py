@@ -66,7 +66,7 @@ def prepare(
 
     Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, with
         all bits inverted if the counter is not part of the step; the values; ``steps``, fp32
-        ``[n]``, the counters.
+        ``[n]``, the counters. A step is skipped if found_inf is not 0, or the scale is.
     Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 if
         the step is skipped or the counter not part of it; ``steps``, unless that is 1.
     Numerics: fp64, nothing fused, the host's operations in their order; rounded once to fp32.
@@ -82,7 +82,8 @@ def prepare(
     sign = _value(values_ptr, first + N_OPTIONS)
     scale = _value(values_ptr, 0)
     divisor = _value(values_ptr, 1)
-    skipped = absent | (_value(values_ptr, 2) != 0.0)
+    # Gradients that were multiplied by 0 cannot be divided by it.
+    skipped = absent | (divisor == 0.0) | (_value(values_ptr, 2) != 0.0)
     done = tl.load(steps_ptr + counter)
     number = done.to(tl.int64) + 1
     scalars = SCALARS(options, number, sign * scale / divisor)
