@@ -15,6 +15,7 @@ from torch_bf16.argument_checks import check_ranges
 from torch_bf16.rules import Rule
 
 from .inputs import ScalarRows, StepInputs
+from .subnormals import subnormals_kept_here
 
 __all__ = ["HostScalars", "evaluate", "multiplier_of", "naming_group", "sign_of"]
 
@@ -48,6 +49,7 @@ class HostScalars:
         self._numbers = np.empty(0, np.int64)
         self._is_active: Any = slice(None)
 
+    @subnormals_kept_here
     def set(
         self,
         groups: Sequence[Mapping[str, Any]],

@@ -117,7 +117,8 @@ def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
     """The fault that a trial finds; losing the device is one. Raises as :func:`_finished` does."""
     try:
-        fault = _finished(device, trial)
+        with subnormals_kept():
+            fault = _finished(device, trial)
     except _NotRun as error:
         if not is_lost(device):
             raise
@@ -232,9 +233,9 @@ def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Let a trial wait for the device, even if that has been made an error, and meet subnormals."""
+    """Let a trial wait for the device, even if that has been made an error."""
     mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
-    with torch.no_grad(), subnormals_kept():
+    with torch.no_grad():
         if mode:
             torch.cuda.set_sync_debug_mode(0)
         try:

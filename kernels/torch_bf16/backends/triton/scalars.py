@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torch_bf16.backends.host_scalars import evaluate, naming_group, sign_of
 from torch_bf16.backends.inputs import ScalarRows, StepInputs
+from torch_bf16.backends.subnormals import subnormals_kept_here
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import all_same
 
@@ -230,6 +231,7 @@ class DeviceScalars:
                 # The same options may be those of another group, whose values are not in the table.
                 self._active_groups, self._inputs = groups, []
 
+    @subnormals_kept_here
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
     ) -> None:
