@@ -7,6 +7,7 @@ oracle. Ranks need not agree: backends that pass have the same bits.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,17 @@ class _NotRun(Exception):
 
 
 _lock = threading.RLock()
+
+
+def _unlock_in_child() -> None:
+    global _lock
+    # Whichever thread held it when the process was forked is not in the child.
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_unlock_in_child)
+
 _known: dict[tuple[str, str, torch.device], str | None] = {}
 
 
