@@ -290,6 +290,13 @@ def test_an_earlier_error_of_the_device_blames_no_backend(fresh, monkeypatch):
     assert list(fresh.iterdir()) == []
 
 
+def test_processors_of_one_name_have_the_verdicts_of_their_features(monkeypatch):
+    codegen = pytest.importorskip("numba.core.codegen")
+    before = choose(CPU, "cpu").fingerprint(CPU)
+    monkeypatch.setattr(codegen, "get_host_cpu_features", lambda: "+sse2,-avx2")
+    assert choose(CPU, "cpu").fingerprint(CPU) != before
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_that_was_forked_during_a_trial_waits_for_nobody():
     held, done = threading.Event(), threading.Event()
