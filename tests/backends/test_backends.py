@@ -155,6 +155,11 @@ def test_the_triton_backend_says_what_it_lacks(monkeypatch):
     assert "Triton 3.6.0+rocm was found, but 3.7 is needed" in reason
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0"))
     assert triton.unavailable(torch.device("cuda")) is None
+    knobs = types.SimpleNamespace(runtime=types.SimpleNamespace(interpret=True))
+    interpreting = types.SimpleNamespace(__version__="3.7.0", knobs=knobs)
+    monkeypatch.setitem(sys.modules, "triton", interpreting)
+    assert triton.unavailable(torch.device("cpu")) is None
+    assert "unset TRITON_INTERPRET" in triton.unavailable(torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "triton", None)
     reason = triton.unavailable(torch.device("cuda"))
     assert "Triton cannot be imported" in reason
@@ -282,7 +287,7 @@ def test_a_place_without_a_writable_cache_still_compiles(monkeypatch):
     monkeypatch.setattr(numba, "njit", njit)
     variant = make_case("sgd", "nearest", torch.bfloat16, [0], sizes=(3,))[0].variant
     kernel.compile_step.__wrapped__(variant, 3)
-    assert kernels == [True, False]
+    assert kernels == [True, True, False]
 
 
 def test_recipes_reach_the_kernel_as_formats():

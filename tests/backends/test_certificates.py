@@ -122,7 +122,7 @@ def _read_only_since(monkeypatch):
     def refuse(*arguments, **named):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(verdicts.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(verdicts.json, "dump", refuse)
 
 
 @pytest.mark.parametrize(

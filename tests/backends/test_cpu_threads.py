@@ -39,19 +39,24 @@ def two_threads():
 @pytest.fixture(params=["torch's", "Python's"])
 def team(request, monkeypatch):
     if request.param == "Python's":
-        monkeypatch.setattr(threads, "_torchs_team", lambda: None)
-    elif threads._torchs_team() is None:
+        monkeypatch.setattr(threads, "torchs_team", lambda: None)
+    elif threads.torchs_team() is None:
         pytest.skip("torch's threads cannot be used here")
 
 
-def seen_threads(max_threads, meanwhile=lambda: time.sleep(0.02)):
-    """Native ids of the threads that run a job of Python's."""
+def seen_threads(max_threads, meanwhile=None):
+    """Native ids of the threads that run a job of Python's; each waits for the others."""
     job, seen = new_job([], [], 0), []
+    expected, end = min(max_threads, torch.get_num_threads()), time.monotonic() + 20
+
+    def together():
+        while len(seen) < expected and time.monotonic() < end:
+            time.sleep(0.001)
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def work(address):
         seen.append(threading.get_native_id())
-        meanwhile()
+        (meanwhile or together)()
 
     threads.run(work, job, max_threads)
     return seen
@@ -84,7 +89,7 @@ assert set(os.listdir("/proc/self/task")) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="lists threads as Linux does")
-@pytest.mark.skipif(threads._torchs_team() is None, reason="torch's threads cannot be used here")
+@pytest.mark.skipif(threads.torchs_team() is None, reason="torch's threads cannot be used here")
 def test_a_step_starts_no_thread_where_torch_has_started_its_own():
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     subprocess.run(
@@ -174,11 +179,14 @@ def test_an_array_of_another_kind_is_refused():
 
 
 def test_an_interrupt_waits_for_the_threads(two_threads, team):
-    main, done = threading.get_native_id(), []
+    main, begun, done = threading.get_native_id(), threading.Event(), []
 
     def meanwhile():
         # Where the main thread ran Python's code the interrupt would end that, and not the job.
-        if threading.get_native_id() != main:
+        if threading.get_native_id() == main:
+            begun.wait(20)
+        else:
+            begun.set()
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
@@ -187,6 +195,20 @@ def test_an_interrupt_waits_for_the_threads(two_threads, team):
     with pytest.raises(KeyboardInterrupt):
         seen_threads(2, meanwhile)
     assert done
+
+
+def test_what_no_thread_can_be_started_for_is_done_and_not_left_for_later(two_threads, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "torchs_team", lambda: None)
+    threads._pool.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        seen = seen_threads(2, lambda: None)
+    # Its thread finds what could not be begun before.
+    assert len(set(seen_threads(2))) == 2
+    assert seen == [threading.get_native_id()]
 
 
 def test_several_threads_of_python_may_step_at_once(two_threads, team):

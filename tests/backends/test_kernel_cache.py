@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from forkserver import forked, forkserver
+from numba.core.caching import FunctionCache
 
 import torch_bf16
 from torch_bf16.backends import sources
 from torch_bf16.backends.cpu import compile_lock
 from torch_bf16.backends.cpu.compiler import named_by_sources
 from torch_bf16.backends.cpu.job import compile_job, new_job, unpack
+from torch_bf16.backends.sources import source_hash
 
 
 def cache_in(folder):
@@ -97,7 +99,31 @@ def test_what_is_damaged_in_the_cache_is_made_again(monkeypatch, tmp_path, suffi
     assert [sevens(), sevens()] == [(7, 0), (7, 1)]
     (file,) = tmp_path.rglob(f"*{suffix}")
     os.truncate(file, left)
-    assert [sevens(), sevens(), sevens()] == [(7, 0), (7, 0), (7, 1)]
+    assert [sevens(), sevens()] == [(7, 0), (7, 1)]
+
+
+def test_what_was_compiled_and_cannot_be_written_is_not_compiled_again(monkeypatch, tmp_path):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(FunctionCache, "save_overload", full)
+    # It would have no place in the cache if it had been compiled without one.
+    assert compile_job(writes_a_seven, "writes_a_seven").compiled.stats.cache_path is not None
+
+
+def test_what_other_sources_compiled_to_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    sevens()
+    kept, old = {*tmp_path.rglob("*.nb[ci]")}, source_hash("triton", "certificates")
+    for file in kept:
+        shutil.copy(file, file.with_name(file.name.replace(old, "0123456789abcdef")))
+        other = file.with_name(file.name.replace(old, f"{old}_{old}"))
+        shutil.copy(file, other)
+        kept = kept | {other}
+        file.unlink()
+    assert sevens() == (7, 0)
+    assert {*tmp_path.rglob("*.nb[ci]")} == kept
 
 
 def compile_at_once(folder, barrier, results):

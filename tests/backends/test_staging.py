@@ -180,6 +180,22 @@ def test_a_step_that_breaks_off_is_waited_for_and_the_next_one_is_right(monkeypa
     assert not any(link._queues.values())
 
 
+def test_a_copy_back_that_fails_leaves_a_step_in_part(monkeypatch):
+    link = use(monkeypatch)
+    optimizer = made(RECIPES["stochastic"], "states")
+    trained(optimizer, steps=1)
+    run = link.run
+
+    def breaking(stream, work):
+        if stream == link.down:
+            raise RuntimeError("no copy")
+        run(stream, work)
+
+    monkeypatch.setattr(link, "run", breaking)
+    with pytest.raises(RuntimeError, match=r"no copy.* may be updated in part"):
+        optimizer.step()
+
+
 def test_an_interrupt_while_it_waits_keeps_no_other_thread_out(monkeypatch):
     stage = staging.Staging(use(monkeypatch, buffer=BUFFER), torch.device("cpu"))
     stage._pass = 7  # as a backward pass that failed leaves it

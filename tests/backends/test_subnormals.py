@@ -1,6 +1,7 @@
 """Subnormal numbers count in every step, whatever ``torch.set_flush_denormal`` says."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch_bf16.backends import choose
 from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.certificates import fault_of, fault_of_squares
 from torch_bf16.backends.certificates.digests import expected
-from torch_bf16.backends.certificates.trial import Trial, digests_of
-from torch_bf16.backends.subnormals import subnormals_kept_inside
+from torch_bf16.backends.certificates.trial import GROUP, Trial, digests_of
+from torch_bf16.backends.host_scalars import HostScalars
+from torch_bf16.backends.inputs import StepInputs
+from torch_bf16.backends.subnormals import subnormals_kept, subnormals_kept_inside
+from torch_bf16.backends.team import torchs_team
 from torch_bf16.formats import BF16_PLUS_16, FP32
 from torch_bf16.rules import ADAMW, CAUTIOUS_ADAMW
 
@@ -49,6 +53,45 @@ def test_a_step_has_the_same_bits(backend, name):
     trial = Trial.of(VARIANTS[name])
     planes = flushing(lambda: trial.run(backend, CPU))
     assert digests_of(planes) == expected(trial.variant)
+
+
+def test_scalars_have_the_same_bits():
+    group = {**GROUP, "lr": torch.tensor(1e-39)}
+
+    def scalars():
+        source = HostScalars(ADAMW, CPU, [1], [0], [torch.tensor(0.0)])
+        (rows,) = source.set([group], StepInputs())
+        return rows.table.tobytes()
+
+    assert flushing(scalars) == scalars()
+
+
+def kept_by_two_threads(small):
+    """How many products are not zero before, within and after, and torch's threads within."""
+    torch.set_num_threads(2)
+
+    def kept():
+        # As integers, which are not flushed where they are counted.
+        return int((small * 1.0).view(torch.int32).count_nonzero())
+
+    def work():
+        before = kept()
+        with subnormals_kept():
+            within = kept(), torch.get_num_threads()
+        return before, within, kept()
+
+    return flushing(work)
+
+
+@pytest.mark.skipif(torchs_team() is None, reason="torch's threads cannot be used here")
+def test_torchs_other_threads_keep_them_and_stay_as_many():
+    before, small = torch.get_num_threads(), torch.full((1 << 17,), 2.0**-130)
+    try:
+        # Whose other thread starts while it flushes, and so does that one.
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(kept_by_two_threads, small).result(60) == (0, (1 << 17, 2), 0)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -260,6 +260,10 @@ def with_a_grad_scaler():
     assert scaled.skipped_steps == 1
     assert scaler.get_scale() == 256.0
     assert_same(snapshot(scaled), snapshot(plain))
+    # What was multiplied by 0 cannot be divided by it.
+    scaled.grad_scale, scaled.found_inf = torch.tensor(0.0), torch.tensor(0.0)
+    take_steps(scaled, [3])
+    assert_same(snapshot(scaled), snapshot(plain))
 
 
 def test_a_grad_scaler_changes_no_bit_and_skips_on_the_device(interpreted):

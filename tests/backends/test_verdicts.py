@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,16 @@ def test_a_full_disk_is_left_without_halves_of_files(fresh, monkeypatch):
     assert not [*fresh.glob("*.new")]
 
 
+def test_a_verdict_is_as_readable_as_the_umask_says(fresh):
+    before = os.umask(0o027)
+    try:
+        verdicts.verdict(["a"], lambda: lambda: None)
+    finally:
+        os.umask(before)
+    (path,) = fresh.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
 def test_a_damaged_verdict_is_made_again(fresh):
     assert verdicts.verdict(["a"], lambda: lambda: "wrong") == "wrong"
     (path,) = fresh.glob("*.json")
@@ -89,9 +100,8 @@ def _killed(folder, number=signal.SIGKILL):
     assert process.exitcode == -number
 
 
-def test_one_rank_that_was_killed_does_not_blame_what_it_tried(fresh, monkeypatch):
-    """Launchers end ranks so when another one has failed."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_one_process_that_was_killed_does_not_blame_what_it_tried(fresh):
+    """Clusters end jobs so, and launchers ranks when another one has failed."""
     _killed(fresh, signal.SIGTERM)
     assert verdicts.verdict(["deadly"], lambda: lambda: None) is None
     assert [path.suffix for path in fresh.iterdir()] == [".json"]
@@ -106,14 +116,12 @@ def test_an_attempt_that_ended_without_a_verdict_is_nobodys_death(fresh):
         assert os.fstat(opened.fileno()).st_size == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_killed_a_process_or_two_ranks_is_not_tried_again(fresh, monkeypatch, ranks):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    for _ in range(ranks):
+def test_what_killed_two_processes_is_not_tried_again(fresh):
+    for _ in range(2):
         _killed(fresh)
     for _ in range(2):
         fault = verdicts.verdict(["deadly"], lambda: pytest.fail)
-        assert "was killed; remove" in fault
+        assert "were killed; remove" in fault
     (path,) = fresh.glob("*.json")
     path.unlink()
     assert verdicts.verdict(["deadly"], lambda: lambda: None) is None
@@ -171,9 +179,10 @@ def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh
 
 def test_training_that_a_kernel_has_killed_goes_on_with_the_right_bits(fresh):
     want = trained("eager").float().tolist()
-    assert _training(fresh, Deadly("run")) == [None]
+    for _ in range(2):
+        assert _training(fresh, Deadly("run")) == [None]
     assert _training(fresh, Deadly("run")) == [want]
-    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.all_verdicts())
+    assert any("were killed; remove" in (fault or "") for _, fault in verdicts.all_verdicts())
 
 
 def test_a_process_that_is_ended_while_it_compiles_blames_no_kernel(fresh):
@@ -279,6 +288,34 @@ def test_an_earlier_error_of_the_device_blames_no_backend(fresh, monkeypatch):
         certificate.fault_of(Failing(), elsewhere)
     assert certificate._known == {}
     assert list(fresh.iterdir()) == []
+
+
+def test_processors_of_one_name_have_the_verdicts_of_their_features(monkeypatch):
+    codegen = pytest.importorskip("numba.core.codegen")
+    before = choose(CPU, "cpu").fingerprint(CPU)
+    monkeypatch.setattr(codegen, "get_host_cpu_features", lambda: "+sse2,-avx2")
+    assert choose(CPU, "cpu").fingerprint(CPU) != before
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_that_was_forked_during_a_trial_waits_for_nobody():
+    held, done = threading.Event(), threading.Event()
+
+    def trying():
+        with certificate._lock:
+            held.set()
+            done.wait(60)
+
+    other = threading.Thread(target=trying)
+    other.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if certificate._lock.acquire(timeout=1) else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    other.join(60)
+    assert status == 0
 
 
 def test_each_model_of_gpu_gets_a_verdict_of_its_own(monkeypatch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 try:
     import fcntl
@@ -19,7 +19,7 @@ _PAUSE = 0.02
 
 
 @contextlib.contextmanager
-def locked(path: Path, seconds: float = 0.0) -> Iterator[BinaryIO | None]:
+def locked(path: Path, seconds: float = 0.0) -> Iterator[FileIO | None]:
     """Hold the lock of a file, and yield the file, opened to append.
 
     Args:
@@ -31,7 +31,9 @@ def locked(path: Path, seconds: float = 0.0) -> Iterator[BinaryIO | None]:
         file = None
         with contextlib.suppress(OSError):
             if fcntl is not None:
-                opened = stack.enter_context(open(path, "ab"))
+                # Without a buffer, which closing would write, perhaps to a full disk.
+                opened = FileIO(path, "ab")
+                stack.callback(_close, opened)
                 end = time.monotonic() + seconds
                 while file is None:
                     try:
@@ -42,3 +44,10 @@ def locked(path: Path, seconds: float = 0.0) -> Iterator[BinaryIO | None]:
                             break
                         time.sleep(_PAUSE)
         yield file
+
+
+def _close(file: FileIO) -> None:
+    with contextlib.suppress(OSError), file:
+        if fcntl is not None:
+            # A child that was forked meanwhile has the file open, too, and would keep the lock.
+            fcntl.flock(file, fcntl.LOCK_UN)

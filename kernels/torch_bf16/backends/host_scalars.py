@@ -15,6 +15,7 @@ from torch_bf16.argument_checks import check_ranges
 from torch_bf16.rules import Rule
 
 from .inputs import ScalarRows, StepInputs
+from .subnormals import subnormals_kept_here
 
 __all__ = ["HostScalars", "evaluate", "multiplier_of", "naming_group", "sign_of"]
 
@@ -48,6 +49,7 @@ class HostScalars:
         self._numbers = np.empty(0, np.int64)
         self._is_active: Any = slice(None)
 
+    @subnormals_kept_here
     def set(
         self,
         groups: Sequence[Mapping[str, Any]],
@@ -115,7 +117,8 @@ def multiplier_of(inputs: StepInputs) -> float:
     """The total factor of the gradients, as a number.
 
     Raises:
-        ValueError: gradients were scaled by 0.
+        ValueError: gradients were scaled by 0. On a device, where nothing can be raised, such a
+            step is skipped.
     """
     scale = float(inputs.coefficient)
     if inputs.grad_scale is None:

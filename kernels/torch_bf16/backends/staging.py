@@ -350,8 +350,8 @@ class StagedKernel:
                 part, moves = each.inputs(inputs)
                 if any(gradient is not None for gradient in part.gradients):
                     kernel = each.kernel.measure if reads else each.kernel
+                    writes.begun |= not reads
                     staging.run(each.slot, moves, functools.partial(kernel, part), reads)
-                    writes.begun = True
 
     def compile(self, n_scalars: int) -> None:
         """Compile everything that the first call would compile."""

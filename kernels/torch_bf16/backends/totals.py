@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_bf16.rules import STATISTIC_UNIT, Rule
 
 from .inputs import KernelInputs, ScalarRows
+from .subnormals import subnormals_kept_here
 
 __all__ = ["Totals", "with_factors"]
 
@@ -45,6 +46,7 @@ class Totals:
         return Totals(self.sums, self.places[rows], self.counts[rows])
 
 
+@subnormals_kept_here
 def with_factors(rule: Rule, totals: Totals | None, inputs: KernelInputs) -> KernelInputs:
     """The inputs with each tensor's factor as the last of its scalars, computed on the host.
 

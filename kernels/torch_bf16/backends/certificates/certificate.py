@@ -7,6 +7,7 @@ oracle. Ranks need not agree: backends that pass have the same bits.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,17 @@ class _NotRun(Exception):
 
 
 _lock = threading.RLock()
+
+
+def _unlock_in_child() -> None:
+    global _lock
+    # Whichever thread held it when the process was forked is not in the child.
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_unlock_in_child)
+
 _known: dict[tuple[str, str, torch.device], str | None] = {}
 
 
@@ -121,7 +133,8 @@ def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
     """The fault that a trial finds; losing the device is one. Raises as :func:`_finished` does."""
     try:
-        fault = _finished(device, trial)
+        with subnormals_kept():
+            fault = _finished(device, trial)
     except _NotRun as error:
         if not is_lost(device):
             raise
@@ -236,9 +249,9 @@ def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Let a trial wait for the device, even if that has been made an error, and meet subnormals."""
+    """Let a trial wait for the device, even if that has been made an error."""
     mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
-    with torch.no_grad(), subnormals_kept():
+    with torch.no_grad():
         if mode:
             torch.cuda.set_sync_debug_mode(0)
         try:

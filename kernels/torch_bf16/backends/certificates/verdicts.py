@@ -1,8 +1,8 @@
 """Verdicts on disk: a kernel is tried once on each machine, even if the trial kills its process.
 
 A process that dies while it still compiles does not count against the kernel: compiling takes
-seconds, a trial milliseconds. With several ranks it takes two deaths, because launchers kill all
-ranks when one has failed, and so a single death proves nothing.
+seconds, a trial milliseconds. It takes two deaths, because a single one proves nothing: a cluster
+ends jobs, and launchers kill all ranks when one has failed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from torch_bf16.backends.file_lock import locked
 __all__ = ["all_verdicts", "file_of", "folder", "verdict"]
 
 _ATTEMPT = b"under way\n"
+_DEATHS = 2
+"""How many processes must be killed during an attempt before the kernel is blamed."""
 
 
 def folder() -> Path | None:
@@ -66,7 +68,7 @@ def verdict(key: Sequence[str], load: Callable[[], Callable[[], str | None]]) ->
         known, fault = _read(path)
         if not known:
             fault = (
-                f"a process that tried it before was killed; remove {path} to try again"
+                f"{_DEATHS} processes that tried it were killed; remove {path} to try again"
                 if killed
                 else attempt()
             )
@@ -99,35 +101,30 @@ def _read(path: Path) -> tuple[bool, str | None]:
 def _write(path: Path, key: Sequence[str], fault: str | None) -> None:
     # A folder that has become full or read-only only means that the next process tries again.
     with contextlib.suppress(OSError):
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        # As readable to other users as the umask says, which a file of `tempfile` never is.
+        name = path.with_name(f"{uuid.uuid4().hex}.new")
         try:
-            with open(handle, "w") as file:
+            with open(name, "x") as file:
                 json.dump({"key": list(key), "fault": fault}, file, indent=1)
             os.replace(name, path)
         except BaseException:
-            os.unlink(name)
+            name.unlink(missing_ok=True)
             raise
-
-
-def _deaths() -> int:
-    """How many processes must be killed during an attempt before the kernel is blamed."""
-    return 2 if os.environ.get("WORLD_SIZE", "1") != "1" else 1
 
 
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
     """Leave a line in a file if the process is killed; yield whether earlier lines are enough.
 
-    Enough to blame the kernel, that is: see :func:`_deaths`. A lock tells killed attempts from
+    Enough to blame the kernel, that is. A lock tells killed attempts from
     attempts under way: it ends with the process that holds it.
     """
     with locked(path) as file:
         killed = False
         if file is not None:
             with contextlib.suppress(OSError):
-                killed = os.fstat(file.fileno()).st_size >= _deaths() * len(_ATTEMPT)
+                killed = os.fstat(file.fileno()).st_size >= _DEATHS * len(_ATTEMPT)
                 file.write(_ATTEMPT)
-                file.flush()
         try:
             yield killed
         finally:

@@ -6,7 +6,7 @@ Numba is imported when the first step is planned, never by ``import torch_bf16``
 from __future__ import annotations
 
 import functools
-import os
+import hashlib
 import sys
 from collections.abc import Sequence
 
@@ -17,10 +17,7 @@ from torch_bf16.backends.backend import Kernel
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.host_scalars import HostScalars
 
-__all__ = ["PROCESS", "CpuBackend"]
-
-PROCESS = os.getpid()
-"""The process that imported this package: one with another id was forked from it."""
+__all__ = ["CpuBackend"]
 
 
 @functools.cache
@@ -56,10 +53,14 @@ class CpuBackend:
         """Version of the compiler, and the processor."""
         import llvmlite.binding
         import numba
+        from numba.core.codegen import get_host_cpu_features
 
         config = numba.config  # pyright: ignore
         target = [config.CPU_NAME, config.CPU_FEATURES]  # pyright: ignore
-        return [numba.__version__, llvmlite.binding.get_host_cpu_name(), *map(str, target)]
+        # Processors of one name differ in them, as a virtual machine is given them.
+        features = hashlib.blake2b(get_host_cpu_features().encode(), digest_size=8).hexdigest()
+        name = llvmlite.binding.get_host_cpu_name()
+        return [numba.__version__, name, features, *map(str, target)]
 
     def load(self, bucket: Bucket) -> Kernel:
         """Make the kernel for a bucket, without compiling it or reading it from Numba's cache."""

@@ -8,23 +8,18 @@ thread on a busy core leaves the rest to the other threads, and all end together
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.caching import FunctionCache
 from numba.np.arrayobj import np_cfarray
 from numba.np.numpy_support import from_dtype
 
 from .bits import inlined, intrinsic
-from .compile_lock import compile_lock
-from .compiler import named_by_sources
+from .cache import compile_cached
 from .planes import pointer_type
 
 __all__ = [
@@ -135,24 +130,12 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
     Args:
         function: takes a job's address; it calls :func:`take` until nothing is left, and
             :func:`finish` after the pieces of each call.
-        name: the function's name. Numba's cache is keyed by it and the age of the source file. The
-            cache knows neither the parts that reach the function as globals nor their sources, so
-            this name and the hash of the sources stand for both.
+        name: what the function is known by: another name for each set of its parts.
         **options: options of Numba's compiler.
     """
-    function.__qualname__ = named_by_sources(name)
     # `numba.cfunc` would optimise everything twice.
     options = {"no_cpython_wrapper": True, "_nrt": False, **options}
-    jit: Any = functools.partial(numba.njit, _SIGNATURE, **options)
-    try:
-        with compile_lock(function.__qualname__):
-            dispatcher = jit(cache=True)(function)
-    except Exception:
-        # No directory can be written to for a cache, or the cache is damaged, by a full disk, say,
-        # and raises anything: clear it. A function that cannot be compiled raises once more.
-        with contextlib.suppress(Exception):
-            FunctionCache(function).flush()
-        dispatcher = jit()(function)
+    dispatcher = compile_cached(function, name, _SIGNATURE, **options)
     (compiled,) = dispatcher.overloads.values()
     symbol = compiled.fndesc.llvm_cfunc_wrapper_name
     work = _WORK(compiled.library.get_pointer_to_function(symbol))

@@ -1,29 +1,28 @@
 """Running a job on as many threads as torch uses: on torch's own threads, if possible.
 
 Torch's operations run on a team of OpenMP threads, which spin for a while after each operation. A
-second team would have to wait for them, so a job runs on the same team: ``GOMP_parallel`` is what
-GCC compiles ``#pragma omp parallel`` to, and LLVM's and Intel's libraries have it, too. Elsewhere,
-and in a forked child, where GNU's library waits forever for the threads of its parent, a job runs
-on Python's threads.
+second team would have to wait for them, so a job runs on the same team. Where that cannot be had, a
+job runs on Python's threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
 from torch_bf16.backends.subnormals import flushes_subnormals
+from torch_bf16.backends.team import torchs_team
 from torch_bf16.errors import mark_partial
 
-from . import PROCESS
 from .job import FUNCTION, Work, finished, share
 from .subnormals import keeping_subnormals
 
@@ -49,7 +48,7 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
         work = keeping
     if threads <= 1:
         work(job.ctypes.data)
-    elif (parallel := _torchs_team()) is not None and os.getpid() == PROCESS:
+    elif (parallel := torchs_team()) is not None:
         parallel(work, job.ctypes.data, threads, 0)
     else:
         _run_on_pool(work, job.ctypes.data, threads)
@@ -61,35 +60,43 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
         raise error
 
 
-@functools.cache
-def _torchs_team() -> Callable[..., None] | None:
-    """``GOMP_parallel(function, argument, threads, flags)`` of the library that torch runs on."""
-    # Tested on Linux only.
-    if sys.platform != "linux" or not torch.backends.openmp.is_available():
-        return None
-    # The order in which torch itself finds it: preloaded libraries, then those it is linked to.
-    for library in (None, torch._C.__file__):
-        try:
-            parallel: Any = ctypes.CDLL(library).GOMP_parallel
-        except (AttributeError, OSError, TypeError):
-            continue
-        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return parallel
-    return None
-
-
 def _run_on_pool(work: Work, job: int, threads: int) -> None:
-    futures = [_pool(os.getpid()).submit(work, job) for _ in range(threads - 1)]
+    # Kernels work on addresses, so nothing may be freed while a thread still runs, and none may
+    # begin afterwards: it works only while it holds its turn, and at the end all turns are taken.
+    turns, jobs = [threading.RLock() for _ in range(threads - 1)], [job]
+
+    def share_work(turn: Any) -> None:
+        if turn.acquire(blocking=False):
+            try:
+                for each in jobs:
+                    work(each)
+            finally:
+                turn.release()
+
     try:
+        # If no more threads can be started, those that there are do everything.
+        with contextlib.suppress(RuntimeError):
+            for turn in turns:
+                _pool(os.getpid()).submit(share_work, turn)
         work(job)
     finally:
-        # Kernels work on addresses: nothing may be freed while a thread still runs.
+        _take(turns)
+        # A lock is known by its thread's id, which another one may have once this thread has ended.
+        jobs.clear()
+
+
+def _take(turns: Sequence[Any]) -> None:
+    """Take all turns, in spite of interrupts; the last one is raised when all are taken."""
+    interrupt = None
+    while True:
         try:
-            wait(futures)
-        except KeyboardInterrupt:
-            wait(futures)
-            raise
+            for turn in turns:
+                turn.acquire()
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 @functools.lru_cache(maxsize=1)

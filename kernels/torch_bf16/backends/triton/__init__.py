@@ -43,6 +43,15 @@ def _missing() -> str | None:
     return None
 
 
+def _interprets() -> bool:
+    """Whether Triton's interpreter is on, as Triton itself reads the environment."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return bool(os.environ.get("TRITON_INTERPRET"))
+    return knobs.runtime.interpret
+
+
 @functools.cache
 def _driver() -> str:
     """Version of the GPU's driver, if it can be read without querying the device."""
@@ -61,11 +70,17 @@ class TritonBackend:
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device``, or None if it can."""
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type == "cpu" and not _interprets():
             return "it updates tensors on GPUs, and on a CPU only under TRITON_INTERPRET=1"
         if device.type not in ("cpu", "cuda"):
             return f"it updates tensors on CUDA and ROCm devices, not on {device.type}"
-        return _missing()
+        missing = _missing()
+        if missing is None and device.type != "cpu" and _interprets():
+            return (
+                "Triton's interpreter is on, which cannot read the device's memory; unset "
+                "TRITON_INTERPRET"
+            )
+        return missing
 
     def fingerprint(self, device: torch.device) -> list[str]:
         """Versions of the compiler and the driver, and the device."""

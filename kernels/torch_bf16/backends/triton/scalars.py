@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torch_bf16.backends.host_scalars import evaluate, naming_group, sign_of
 from torch_bf16.backends.inputs import ScalarRows, StepInputs
+from torch_bf16.backends.subnormals import subnormals_kept_here
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import all_same
 
@@ -66,7 +67,7 @@ def prepare(
 
     Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, with
         all bits inverted if the counter is not part of the step; the values; ``steps``, fp32
-        ``[n]``, the counters.
+        ``[n]``, the counters. A step is skipped if found_inf is not 0, or the scale is.
     Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 if
         the step is skipped or the counter not part of it; ``steps``, unless that is 1.
     Numerics: fp64, nothing fused, the host's operations in their order; rounded once to fp32.
@@ -82,7 +83,8 @@ def prepare(
     sign = _value(values_ptr, first + N_OPTIONS)
     scale = _value(values_ptr, 0)
     divisor = _value(values_ptr, 1)
-    skipped = absent | (_value(values_ptr, 2) != 0.0)
+    # Gradients that were multiplied by 0 cannot be divided by it.
+    skipped = absent | (divisor == 0.0) | (_value(values_ptr, 2) != 0.0)
     done = tl.load(steps_ptr + counter)
     number = done.to(tl.int64) + 1
     scalars = SCALARS(options, number, sign * scale / divisor)
@@ -229,6 +231,7 @@ class DeviceScalars:
                 # The same options may be those of another group, whose values are not in the table.
                 self._active_groups, self._inputs = groups, []
 
+    @subnormals_kept_here
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
     ) -> None:
