@@ -319,8 +319,8 @@ def test_activations_are_those_of_a_real_step_and_what_backward_needs(label):
     with torch.device("meta"):
         model = deep()
     batch = batch_argument("4096x64")
-    traced = activations(model, ROWS[label], batch, torch.device("meta"))
-    real = activations(model, ROWS[label], batch, torch.device("cpu"))
+    traced = activations(model, ROWS[label], batch, torch.device("meta"), None)
+    real = activations(model, ROWS[label], batch, torch.device("cpu"), None)
     assert traced == real
     # Each tanh keeps its output, which is the next layer's input; the passes add a few of those.
     kept = 6 * 4096 * 64 * (4 if label == "32-true" else 2)

@@ -152,15 +152,14 @@ def test_the_peak_of_a_step_is_what_lives_at_once(label, first):
 @pytest.mark.parametrize("way", ["released", "bf16_stochastic", "fp32"])
 def test_gradients_that_are_taken_within_the_pass_are_counted_as_they_wait(way):
     released = way == "released"
-    ways = precisions(accumulate="bf16_nearest" if released else way)
+    ways = precisions(accumulate=None if released else way)
     (precision,) = (
         each for each in ways if each.name == "bf16-stochastic" and each.released == released
     )
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     found = memory(shapes_of(model, "Linear"), precision, optimizer_spec("AdamW"))
-    traced = activations(
-        model.to("meta"), precision, batch_argument("1x1024"), torch.device("meta")
-    )
+    batch, meta = batch_argument("1x1024"), torch.device("meta")
+    traced = activations(model.to("meta"), precision, batch, meta, precision.waiting)
     assert precision.recipe is not None
     model = torch_bf16.cast_model(model.to_empty(device="cpu"), precision.recipe)
     optimizer = torch_bf16.AdamW(model.parameters(), recipe=precision.recipe, backend="cpu")

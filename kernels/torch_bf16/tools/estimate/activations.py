@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch_bf16.model.casting import cast_model
 from .live import LiveBytes
 from .precisions import Precision
 
-__all__ = ["Batch", "activations", "batch_argument"]
+__all__ = ["Activations", "Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
@@ -55,17 +56,87 @@ def batch_argument(text: str) -> Batch:
     return found
 
 
-def activations(model: nn.Module, precision: Precision, batch: Batch, device: torch.device) -> int:
-    """The most bytes that one forward and backward pass hold at once beside the weights.
-
-    Gradients are counted, because they take the place of activations as these are freed.
+class Activations:
+    """What passes of a model hold beside what is counted without them, each kind measured once.
 
     Args:
         model: on the meta device; not changed.
-        precision: how it is cast, and whether the backward pass frees gradients.
+        batch: the inputs of a pass.
+        device: as for :func:`activations`.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, device: torch.device) -> None:
+        self._model, self._batch, self._device = model, batch, device
+        self._live: dict[tuple[Any, ...], int] = {}
+
+    def alone(self, precision: Precision, gradients: int, passes: bool) -> int:
+        """Bytes on one device, beside all that lives at the end of a backward pass.
+
+        Args:
+            precision: how numbers are kept.
+            gradients: bytes of gradients at the end of the pass. If no earlier pass left them
+                there, they take the place of activations as these are freed.
+            passes: whether a step has several passes. From the second on, gradients that add up
+                beside the weights are there all the time.
+
+        Raises:
+            ValueError, MemoryError: as :func:`activations`.
+        """
+        if passes and precision.waiting is None:
+            return self._measured(precision, 0)
+        return max(0, self._measured(precision, precision.waiting) - gradients)
+
+    def on_rank(self, precision: Precision, gradients: int, passes: bool, ranks: int) -> int:
+        """Bytes on each of several ranks, as :meth:`alone`, beside what is gathered and reduced.
+
+        Args:
+            precision: how numbers are kept.
+            gradients: bytes of the rank's parts of gradients.
+            passes: whether a step has several passes.
+            ranks: the number of ranks.
+
+        Raises:
+            ValueError, MemoryError: as :func:`activations`.
+        """
+        # Weights are gathered in bf16: autocast holds no bf16 copies of them until backward.
+        dtype = torch.bfloat16 if precision.autocast else precision.dtype
+        gathered = replace(precision, dtype=dtype)
+        without = self._measured(gathered, 0)
+        if passes or precision.waiting is not None:
+            return without
+        # Parts of gradients take little of the place of activations: no moment holds more than
+        # the peaks with none and with all of the gradients, weighted by the part.
+        part = precision.dtype.itemsize / dtype.itemsize / ranks
+        both = without + part * (self._measured(gathered, None) - without)
+        return max(0, round(both) - gradients)
+
+    def _measured(self, precision: Precision, waiting: int | None) -> int:
+        # Casts of all recipes are alike, and what they keep beside a weight is in no pass.
+        kind = precision.dtype, precision.autocast, precision.recipe is None, waiting
+        if kind not in self._live:
+            self._live[kind] = activations(
+                self._model, precision, self._batch, self._device, waiting
+            )
+        return self._live[kind]
+
+
+def activations(
+    model: nn.Module,
+    precision: Precision,
+    batch: Batch,
+    device: torch.device,
+    waiting: int | None,
+) -> int:
+    """The most bytes that one forward and backward pass hold at once beside the weights.
+
+    Args:
+        model: on the meta device; not changed.
+        precision: how it is cast.
         batch: the inputs.
         device: meta, to trace the CPU's kernels over tensors without memory; or a CPU or a GPU, to
             take the step there, which a GPU's allocator measures.
+        waiting: bytes of gradients that wait to be freed within the backward pass; 0 frees each as
+            it arrives, None keeps all, and they are counted.
 
     Raises:
         ValueError: the model cannot take such a batch.
@@ -79,8 +150,8 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
         try:
             _materialise(model, place)
             model.train()
-            if precision.waiting is not None:
-                taken = _Taken(precision.waiting)
+            if waiting is not None:
+                taken = _Taken(waiting)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(taken)
@@ -163,13 +234,17 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
         output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
         loss = getattr(output, "loss", None)
         if not isinstance(loss, Tensor):
-            leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-            floats = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-            if not floats:
-                raise ValueError("its output depends on no trainable parameter")
-            loss = torch.stack([each.float().mean() for each in floats]).sum()
+            loss = _mean(output)
     del output
     loss.backward()
+
+
+def _mean(output: Any) -> Tensor:
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    floats = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    if not floats:
+        raise ValueError("its output depends on no trainable parameter")
+    return torch.stack([each.float().mean() for each in floats]).sum()
 
 
 def _to_bf16(inputs: Any) -> Any:
