@@ -86,6 +86,18 @@ def test_a_row_has_the_bytes_of_an_allocated_model(label):
         assert getattr(found, role) == pytest.approx(size, rel=TOLERANCE, abs=64), role
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_buffers_have_the_bytes_of_their_dtypes(dtype, persistent):
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(640, dtype=dtype), persistent=persistent)
+    found = memory(shapes_of(model, "Linear"), ROWS["bf16-true"], optimizer_spec("AdamW"))
+    model.bfloat16()
+    assert found.buffers == model.table.nbytes
+    weights = nbytes(model.parameters())
+    assert found.saved == 3 * weights + model.table.nbytes * persistent
+
+
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "SGD(momentum=0.9)"])
 @pytest.mark.parametrize("label", ["32-true", "bf16-stochastic"])
 def test_other_optimizers_have_the_states_of_their_rule(label, optimizer):

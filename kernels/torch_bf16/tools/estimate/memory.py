@@ -115,8 +115,10 @@ def memory(
         rank: the rank's number; none holds more than rank 0.
     """
     volatile = shapes.buffer_bytes - shapes.persistent_bytes
-    narrowed = shapes.narrowed_bytes if precision.loses else 0
-    buffers = shapes.buffer_bytes - narrowed
+    buffers = shapes.buffer_bytes
+    if precision.loses:
+        buffers -= shapes.narrowed_bytes
+        volatile -= shapes.narrowed_bytes - shapes.narrowed_persistent_bytes
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
     sums, scratch, remainders, single_scratches = 0, 0.0, [0], [0.0]
