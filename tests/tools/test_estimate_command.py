@@ -160,6 +160,8 @@ def nothing():
     return None
 def needs(argument):
     return argument
+def words():
+    return nn.Embedding(10, 16)
 """
 
 
@@ -247,7 +249,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
         (["8B", "--optimizer", "1 + 1"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),
         (["mine_to_estimate:make", "--batch", "8x7"], "took no step over a batch of (8, 7)"),
-        (["mine_to_estimate:make", "--batch", "8x7"], "unless said: --batch 8x7:int64"),
+        (["mine_to_estimate:words", "--batch", "8x7"], "unless said: --batch 8x7:int64"),
         (["torch.nn:Identity", "--batch", "8x7"], "is a model without trainable parameters"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),

@@ -132,6 +132,22 @@ def test_the_known_rules_and_scratch_are_those_of_a_real_step(name, monkeypatch)
     assert found.scratch == (scratch if scratch is None else pytest.approx(scratch, rel=0.01))
 
 
+@pytest.mark.parametrize("way", ["foreach=True", "foreach=False", "fused=True"])
+def test_scratch_is_that_of_the_way_that_was_asked_for(way):
+    model, (name, _, value) = (
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))),
+        way.partition("="),
+    )
+    found = memory(shapes_of(model, "it"), ROWS["32-true"], optimizer_spec(f"AdamW({way})"))
+    made = torch.optim.AdamW(model.parameters(), **{name: value == "True"})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    made.step()
+    with LiveBytes() as live:
+        made.step()
+    assert found.passing == pytest.approx(live.peak, rel=TOLERANCE, abs=128)
+
+
 @pytest.mark.parametrize("label", [*PEAKS, "bf16+8 / bf16_nearest / bf16_stochastic"])
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 def test_the_peak_of_a_step_is_what_lives_at_once(label, first):

@@ -51,6 +51,63 @@ def test_a_rank_holds_all_activations_beside_its_parts_of_gradients(label):
     assert kept < found.on_rank(precision, whole // 2, True, 2) < 1.7 * kept
 
 
+class Attributes(nn.Module):
+    """A tensor that is a mere attribute, and a list of weights, as that of an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.shift = nn.LSTM(ROW, ROW), torch.ones(ROW)
+
+    def forward(self, x):
+        return self.recurrent(x + self.shift)[0]
+
+
+class Classifier(nn.Module):
+    """Has one label for each row, where a language model has one for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, ROW)
+
+    def forward(self, input_ids, labels=None):
+        scores = self.embedding(input_ids).sum(1)
+        loss = None if labels is None else nn.functional.cross_entropy(scores, labels)
+        return {"loss": loss, "scores": scores} if labels is not None else scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [(Attributes, f"5x2x{ROW}"), (Classifier, "4x8")],
+    ids=["attributes", "labels"],
+)
+def test_a_step_needs_neither_registered_tensors_nor_a_label_for_each_token(kind, batch):
+    with META:
+        model = kind()
+    for device in (META, torch.device("cpu")):
+        found = Activations(model, batch_argument(batch), device)
+        assert found.alone(ROWS["32-true"], 0, False) > 4 * sum(
+            p.numel() for p in model.parameters()
+        )
+
+
+def test_what_a_trace_cannot_do_is_not_logged_beside_the_error(caplog):
+    class Mixed(nn.Linear):
+        def forward(self, x):
+            return torch.ops.aten._grouped_mm(x, self.weight[None])
+
+    with pytest.raises(ValueError, match="took no step"):
+        Activations(Mixed(8, 8).to(META), batch_argument("8x8"), META).alone(
+            ROWS["32-true"], 0, False
+        )
+    assert not caplog.records
+
+
+def test_a_shape_that_does_not_fit_is_not_taken_for_missing_tokens():
+    with pytest.raises(ValueError, match="took no step over") as caught:
+        Activations(deep().to(META), batch_argument("8x7"), META).alone(ROWS["32-true"], 0, False)
+    assert "int64" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("ranked", "count"), [(False, 5), (True, 10)])
 def test_passes_that_do_not_differ_are_measured_once(ranked, count, monkeypatch):
     calls = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_bf16.errors import described
 from torch_bf16.model.casting import cast_model
@@ -27,6 +29,9 @@ __all__ = ["Activations", "Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
+# How torch says that it takes whole numbers where it was given others.
+_BARE = nn.Module()
+_WHOLE = re.compile(r"\b(long|int64)", re.IGNORECASE)
 _MOST = 10**15
 # torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -145,7 +150,7 @@ def activations(
     traced = device.type == "meta"
     place = torch.device("cpu") if traced else device
     model = _cast(copy.deepcopy(model), precision)
-    with FakeTensorMode() if traced else nullcontext():
+    with _traced() if traced else nullcontext():
         inputs: Any = []
         try:
             _materialise(model, place)
@@ -156,17 +161,22 @@ def activations(
                     if parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(taken)
             inputs = _inputs(model, batch, place)
-            if device.type == "cuda":
-                before = torch.cuda.memory_allocated(device)
-                torch.cuda.reset_peak_memory_stats(device)
-                _step(model, inputs, precision, place)
-                return torch.cuda.max_memory_allocated(device) - before
-            with LiveBytes() as live:
-                _step(model, inputs, precision, place)
-            return live.peak
+            try:
+                return _peak(model, inputs, precision, device)
+            except Exception as error:
+                if not isinstance(inputs, Mapping) or "labels" not in inputs or _is_full(error):
+                    raise
+                # Frames of the failed step hold its tensors.
+                traceback.clear_frames(error.__traceback__)
+                try:
+                    # A label for each token is not what every class takes.
+                    unlabelled = {_TOKENS: inputs[_TOKENS]}
+                    return _peak(model, unlabelled, precision, device)
+                except Exception as other:
+                    raise other if _is_full(other) else error from None
         # A user's model may raise anything.
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
+            if _is_full(error):
                 raise MemoryError(
                     f"{precision.name} does not fit on {device} with such a batch: {error}. Trace "
                     "it without memory (--device meta), or take a smaller batch"
@@ -176,8 +186,36 @@ def activations(
             raise ValueError(
                 f"{type(model).__name__} took no step over a batch of {shapes} in "
                 f"{precision.name}{', ' + how if traced else ''}: "
-                f"{described(error).rstrip('.')}{_for_tokens(batch, inputs)}"
+                f"{described(error).rstrip('.')}{_for_tokens(batch, inputs, error)}"
             ) from error
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Tensors without memory; what they cannot do is raised, and not logged as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def _peak(model: nn.Module, inputs: Any, precision: Precision, device: torch.device) -> int:
+    """The most bytes at once in a step, beside those that are there before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _step(model, inputs, precision, device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with LiveBytes() as live:
+        _step(model, inputs, precision, torch.device("cpu"))
+    return live.peak
 
 
 def _cast(model: nn.Module, precision: Precision) -> nn.Module:
@@ -203,6 +241,11 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update({k: memory_for(each) for k, each in held.items() if each is not None})
+        # Tensors that are mere attributes, and lists of weights, as those of nn.LSTM.
+        plain = {k: each for k, each in vars(module).items() if k not in vars(_BARE)}
+        for name, each in plain.items():
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(each)):
+                vars(module)[name] = tree_map_only(Tensor, memory_for, each)
 
 
 def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
@@ -218,9 +261,11 @@ def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
     return {name: tensors[0] for name in (_TOKENS, "labels") if name in taken}
 
 
-def _for_tokens(batch: Batch, inputs: Any) -> str:
-    """How to ask for tokens, if inputs without a dtype were taken to be fp32."""
+def _for_tokens(batch: Batch, inputs: Any, error: Exception) -> str:
+    """How to ask for tokens, if inputs without a dtype were taken to be fp32, and this failed."""
     if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch):
+        return ""
+    if not _WHOLE.search(str(error)):
         return ""
     shapes = ("x".join(map(str, shape)) for shape, dtype in batch if dtype is None)
     return f". Inputs are fp32 unless said: --batch {','.join(f'{each}:int64' for each in shapes)}"

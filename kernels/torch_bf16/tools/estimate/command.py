@@ -160,9 +160,11 @@ def _notes(shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Name
     if optimizer.scratch is None:
         notes.append(f"torch has no {options.optimizer} of its own")
     else:
-        how = "one tensor after the other"
-        if not optimizer.rule.stage_states:
-            how = "with foreach=True, its default on GPUs; fused=True holds no scratch"
+        how = "with foreach=True, its default on GPUs; fused=True holds no scratch"
+        if optimizer.fused:
+            how = "with fused=True"
+        elif optimizer.steps_singly(optimizer.rule):
+            how = "one tensor after the other"
         notes.append(
             f"peak of torch's precisions: {how}. bf16-true rounds to nearest and loses updates"
         )

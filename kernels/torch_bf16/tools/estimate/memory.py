@@ -144,8 +144,7 @@ def memory(
             sizes["moments"] += held.moments
         # A remainder as large as the master becomes it; one of an offloaded weight is on the host.
         remainders.append(0 if held.remainder == held.master or offloads else held.remainder)
-        if (rule := optimizer.rule_of(each)).stage_states:
-            # torch's optimizers of this kind step one tensor after the other.
+        if optimizer.steps_singly(rule := optimizer.rule_of(each)):
             single_scratches.append((optimizer.scratch or 0.0) * held.weights)
         else:
             scratch += (optimizer.scratch_of(rule) or 0.0) * held.weights
