@@ -160,6 +160,8 @@ def nothing():
     return None
 def needs(argument):
     return argument
+def words():
+    return nn.Embedding(10, 16)
 """
 
 
@@ -247,7 +249,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
         (["8B", "--optimizer", "1 + 1"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),
         (["mine_to_estimate:make", "--batch", "8x7"], "took no step over a batch of (8, 7)"),
-        (["mine_to_estimate:make", "--batch", "8x7"], "unless said: --batch 8x7:int64"),
+        (["mine_to_estimate:words", "--batch", "8x7"], "unless said: --batch 8x7:int64"),
         (["torch.nn:Identity", "--batch", "8x7"], "is a model without trainable parameters"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
@@ -319,8 +321,8 @@ def test_activations_are_those_of_a_real_step_and_what_backward_needs(label):
     with torch.device("meta"):
         model = deep()
     batch = batch_argument("4096x64")
-    traced = activations(model, ROWS[label], batch, torch.device("meta"))
-    real = activations(model, ROWS[label], batch, torch.device("cpu"))
+    traced = activations(model, ROWS[label], batch, torch.device("meta"), None)
+    real = activations(model, ROWS[label], batch, torch.device("cpu"), None)
     assert traced == real
     # Each tanh keeps its output, which is the next layer's input; the passes add a few of those.
     kept = 6 * 4096 * 64 * (4 if label == "32-true" else 2)

@@ -48,6 +48,30 @@ def test_a_config_that_builds_no_model_leaves_the_weights_beside_it(kind, given,
     assert estimate(capsys, tmp_path / "other.json")[0] == 2
 
 
+def test_quantization_that_is_not_counted_is_named(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    content = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    for more in ({}, quantized):
+        (tmp_path / "config.json").write_text(json.dumps({**content, **more}))
+        _, found, _ = estimate(capsys, tmp_path)
+        said = any("quantization_config (bitsandbytes) is not" in each for each in found["notes"])
+        assert said == bool(more)
+
+
+def test_dtypes_of_a_checkpoint_that_no_recipe_starts_from_are_named(capsys, tmp_path):
+    dtypes = (torch.float64, torch.complex128, torch.float16, torch.float8_e4m3fn)
+    tensors = {f"{each}": torch.zeros(6, 4).to(each) for each in dtypes}
+    torch.save(tensors, tmp_path / "run.pt")
+    _, found, _ = estimate(capsys, tmp_path / "run.pt")
+    assert (found["parameters"], found["rows"][0]["buffers"]) == (4 * 24, 24)
+    assert found["notes"][0].startswith("weights in complex128 and float64, from which no recipe")
+    assert found["notes"][1].endswith(
+        "except those in float8_e4m3fn, which are counted as they were saved"
+    )
+
+
 def test_what_is_said_of_a_config_alone_is_why_it_builds_none(capsys, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text("{}")

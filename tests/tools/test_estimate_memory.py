@@ -86,6 +86,18 @@ def test_a_row_has_the_bytes_of_an_allocated_model(label):
         assert getattr(found, role) == pytest.approx(size, rel=TOLERANCE, abs=64), role
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_buffers_have_the_bytes_of_their_dtypes(dtype, persistent):
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(640, dtype=dtype), persistent=persistent)
+    found = memory(shapes_of(model, "Linear"), ROWS["bf16-true"], optimizer_spec("AdamW"))
+    model.bfloat16()
+    assert found.buffers == model.table.nbytes
+    weights = nbytes(model.parameters())
+    assert found.saved == 3 * weights + model.table.nbytes * persistent
+
+
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "SGD(momentum=0.9)"])
 @pytest.mark.parametrize("label", ["32-true", "bf16-stochastic"])
 def test_other_optimizers_have_the_states_of_their_rule(label, optimizer):
@@ -120,6 +132,22 @@ def test_the_known_rules_and_scratch_are_those_of_a_real_step(name, monkeypatch)
     assert found.scratch == (scratch if scratch is None else pytest.approx(scratch, rel=0.01))
 
 
+@pytest.mark.parametrize("way", ["foreach=True", "foreach=False", "fused=True"])
+def test_scratch_is_that_of_the_way_that_was_asked_for(way):
+    model, (name, _, value) = (
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))),
+        way.partition("="),
+    )
+    found = memory(shapes_of(model, "it"), ROWS["32-true"], optimizer_spec(f"AdamW({way})"))
+    made = torch.optim.AdamW(model.parameters(), **{name: value == "True"})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    made.step()
+    with LiveBytes() as live:
+        made.step()
+    assert found.passing == pytest.approx(live.peak, rel=TOLERANCE, abs=128)
+
+
 @pytest.mark.parametrize("label", [*PEAKS, "bf16+8 / bf16_nearest / bf16_stochastic"])
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 def test_the_peak_of_a_step_is_what_lives_at_once(label, first):
@@ -152,15 +180,14 @@ def test_the_peak_of_a_step_is_what_lives_at_once(label, first):
 @pytest.mark.parametrize("way", ["released", "bf16_stochastic", "fp32"])
 def test_gradients_that_are_taken_within_the_pass_are_counted_as_they_wait(way):
     released = way == "released"
-    ways = precisions(accumulate="bf16_nearest" if released else way)
+    ways = precisions(accumulate=None if released else way)
     (precision,) = (
         each for each in ways if each.name == "bf16-stochastic" and each.released == released
     )
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     found = memory(shapes_of(model, "Linear"), precision, optimizer_spec("AdamW"))
-    traced = activations(
-        model.to("meta"), precision, batch_argument("1x1024"), torch.device("meta")
-    )
+    batch, meta = batch_argument("1x1024"), torch.device("meta")
+    traced = activations(model.to("meta"), precision, batch, meta, precision.waiting)
     assert precision.recipe is not None
     model = torch_bf16.cast_model(model.to_empty(device="cpu"), precision.recipe)
     optimizer = torch_bf16.AdamW(model.parameters(), recipe=precision.recipe, backend="cpu")

@@ -41,6 +41,11 @@ def test_a_device_without_a_batch_has_no_effect(capsys):
     assert "without --batch no step runs, which leaves --device without effect" in said
 
 
+def test_a_reduction_without_ranks_has_no_effect(capsys):
+    said = refusal(capsys, "1M", "--ranks", "1", "--reduce", "bf16_wire")
+    assert "--ranks 1 sends nothing, which leaves --reduce without effect" in said
+
+
 @pytest.mark.parametrize("name", ["empty", "frozen"])
 def test_a_model_that_cannot_be_trained_has_no_table(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_bf16.errors import described
 from torch_bf16.model.casting import cast_model
@@ -22,10 +25,13 @@ from torch_bf16.model.casting import cast_model
 from .live import LiveBytes
 from .precisions import Precision
 
-__all__ = ["Batch", "activations", "batch_argument"]
+__all__ = ["Activations", "Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
+# How torch says that it takes whole numbers where it was given others.
+_BARE = nn.Module()
+_WHOLE = re.compile(r"\b(long|int64)", re.IGNORECASE)
 _MOST = 10**15
 # torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -55,17 +61,87 @@ def batch_argument(text: str) -> Batch:
     return found
 
 
-def activations(model: nn.Module, precision: Precision, batch: Batch, device: torch.device) -> int:
-    """The most bytes that one forward and backward pass hold at once beside the weights.
-
-    Gradients are counted, because they take the place of activations as these are freed.
+class Activations:
+    """What passes of a model hold beside what is counted without them, each kind measured once.
 
     Args:
         model: on the meta device; not changed.
-        precision: how it is cast, and whether the backward pass frees gradients.
+        batch: the inputs of a pass.
+        device: as for :func:`activations`.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, device: torch.device) -> None:
+        self._model, self._batch, self._device = model, batch, device
+        self._live: dict[tuple[Any, ...], int] = {}
+
+    def alone(self, precision: Precision, gradients: int, passes: bool) -> int:
+        """Bytes on one device, beside all that lives at the end of a backward pass.
+
+        Args:
+            precision: how numbers are kept.
+            gradients: bytes of gradients at the end of the pass. If no earlier pass left them
+                there, they take the place of activations as these are freed.
+            passes: whether a step has several passes. From the second on, gradients that add up
+                beside the weights are there all the time.
+
+        Raises:
+            ValueError, MemoryError: as :func:`activations`.
+        """
+        if passes and precision.waiting is None:
+            return self._measured(precision, 0)
+        return max(0, self._measured(precision, precision.waiting) - gradients)
+
+    def on_rank(self, precision: Precision, gradients: int, passes: bool, ranks: int) -> int:
+        """Bytes on each of several ranks, as :meth:`alone`, beside what is gathered and reduced.
+
+        Args:
+            precision: how numbers are kept.
+            gradients: bytes of the rank's parts of gradients.
+            passes: whether a step has several passes.
+            ranks: the number of ranks.
+
+        Raises:
+            ValueError, MemoryError: as :func:`activations`.
+        """
+        # Weights are gathered in bf16: autocast holds no bf16 copies of them until backward.
+        dtype = torch.bfloat16 if precision.autocast else precision.dtype
+        gathered = replace(precision, dtype=dtype)
+        without = self._measured(gathered, 0)
+        if passes or precision.waiting is not None:
+            return without
+        # Parts of gradients take little of the place of activations: no moment holds more than
+        # the peaks with none and with all of the gradients, weighted by the part.
+        part = precision.dtype.itemsize / dtype.itemsize / ranks
+        both = without + part * (self._measured(gathered, None) - without)
+        return max(0, round(both) - gradients)
+
+    def _measured(self, precision: Precision, waiting: int | None) -> int:
+        # Casts of all recipes are alike, and what they keep beside a weight is in no pass.
+        kind = precision.dtype, precision.autocast, precision.recipe is None, waiting
+        if kind not in self._live:
+            self._live[kind] = activations(
+                self._model, precision, self._batch, self._device, waiting
+            )
+        return self._live[kind]
+
+
+def activations(
+    model: nn.Module,
+    precision: Precision,
+    batch: Batch,
+    device: torch.device,
+    waiting: int | None,
+) -> int:
+    """The most bytes that one forward and backward pass hold at once beside the weights.
+
+    Args:
+        model: on the meta device; not changed.
+        precision: how it is cast.
         batch: the inputs.
         device: meta, to trace the CPU's kernels over tensors without memory; or a CPU or a GPU, to
             take the step there, which a GPU's allocator measures.
+        waiting: bytes of gradients that wait to be freed within the backward pass; 0 frees each as
+            it arrives, None keeps all, and they are counted.
 
     Raises:
         ValueError: the model cannot take such a batch.
@@ -74,28 +150,33 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
     traced = device.type == "meta"
     place = torch.device("cpu") if traced else device
     model = _cast(copy.deepcopy(model), precision)
-    with FakeTensorMode() if traced else nullcontext():
+    with _traced() if traced else nullcontext():
         inputs: Any = []
         try:
             _materialise(model, place)
             model.train()
-            if precision.waiting is not None:
-                taken = _Taken(precision.waiting)
+            if waiting is not None:
+                taken = _Taken(waiting)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(taken)
             inputs = _inputs(model, batch, place)
-            if device.type == "cuda":
-                before = torch.cuda.memory_allocated(device)
-                torch.cuda.reset_peak_memory_stats(device)
-                _step(model, inputs, precision, place)
-                return torch.cuda.max_memory_allocated(device) - before
-            with LiveBytes() as live:
-                _step(model, inputs, precision, place)
-            return live.peak
+            try:
+                return _peak(model, inputs, precision, device)
+            except Exception as error:
+                if not isinstance(inputs, Mapping) or "labels" not in inputs or _is_full(error):
+                    raise
+                # Frames of the failed step hold its tensors.
+                traceback.clear_frames(error.__traceback__)
+                try:
+                    # A label for each token is not what every class takes.
+                    unlabelled = {_TOKENS: inputs[_TOKENS]}
+                    return _peak(model, unlabelled, precision, device)
+                except Exception as other:
+                    raise other if _is_full(other) else error from None
         # A user's model may raise anything.
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
+            if _is_full(error):
                 raise MemoryError(
                     f"{precision.name} does not fit on {device} with such a batch: {error}. Trace "
                     "it without memory (--device meta), or take a smaller batch"
@@ -105,8 +186,36 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
             raise ValueError(
                 f"{type(model).__name__} took no step over a batch of {shapes} in "
                 f"{precision.name}{', ' + how if traced else ''}: "
-                f"{described(error).rstrip('.')}{_for_tokens(batch, inputs)}"
+                f"{described(error).rstrip('.')}{_for_tokens(batch, inputs, error)}"
             ) from error
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Tensors without memory; what they cannot do is raised, and not logged as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def _peak(model: nn.Module, inputs: Any, precision: Precision, device: torch.device) -> int:
+    """The most bytes at once in a step, beside those that are there before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _step(model, inputs, precision, device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with LiveBytes() as live:
+        _step(model, inputs, precision, torch.device("cpu"))
+    return live.peak
 
 
 def _cast(model: nn.Module, precision: Precision) -> nn.Module:
@@ -132,6 +241,11 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update({k: memory_for(each) for k, each in held.items() if each is not None})
+        # Tensors that are mere attributes, and lists of weights, as those of nn.LSTM.
+        plain = {k: each for k, each in vars(module).items() if k not in vars(_BARE)}
+        for name, each in plain.items():
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(each)):
+                vars(module)[name] = tree_map_only(Tensor, memory_for, each)
 
 
 def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
@@ -147,9 +261,11 @@ def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
     return {name: tensors[0] for name in (_TOKENS, "labels") if name in taken}
 
 
-def _for_tokens(batch: Batch, inputs: Any) -> str:
-    """How to ask for tokens, if inputs without a dtype were taken to be fp32."""
+def _for_tokens(batch: Batch, inputs: Any, error: Exception) -> str:
+    """How to ask for tokens, if inputs without a dtype were taken to be fp32, and this failed."""
     if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch):
+        return ""
+    if not _WHOLE.search(str(error)):
         return ""
     shapes = ("x".join(map(str, shape)) for shape, dtype in batch if dtype is None)
     return f". Inputs are fp32 unless said: --batch {','.join(f'{each}:int64' for each in shapes)}"
@@ -163,13 +279,17 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
         output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
         loss = getattr(output, "loss", None)
         if not isinstance(loss, Tensor):
-            leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-            floats = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-            if not floats:
-                raise ValueError("its output depends on no trainable parameter")
-            loss = torch.stack([each.float().mean() for each in floats]).sum()
+            loss = _mean(output)
     del output
     loss.backward()
+
+
+def _mean(output: Any) -> Tensor:
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    floats = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    if not floats:
+        raise ValueError("its output depends on no trainable parameter")
+    return torch.stack([each.float().mean() for each in floats]).sum()
 
 
 def _to_bf16(inputs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch_bf16.rules import MUON
 from torch_bf16.tools.arguments import add_json_argument, count_to, keep_inputs, refuse
 from torch_bf16.tools.output import publish
 
-from .activations import activations, batch_argument
+from .activations import Activations, batch_argument
 from .memory import memory
 from .optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
 from .precisions import precisions
@@ -46,13 +46,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulate",
         choices=ACCUMULATIONS,
-        default="bf16_nearest",
-        help="the recipes' sums of gradients over micro-batches (default: torch's own)",
+        help="a step of several passes, and the recipes' sums of their gradients; bf16_nearest is "
+        "torch's own way (default: one pass)",
     )
     parser.add_argument(
         "--reduce",
         choices=REDUCTIONS,
-        default="wrapper",
         help="how the recipes' gradients are sent between ranks (default: as FSDP2 does it)",
     )
     parser.add_argument(
@@ -87,7 +86,9 @@ def estimate(options: argparse.Namespace) -> int:
     keep_inputs(options.json, options.model)
     if options.batch is None:
         refuse(options, ("device",), "without --batch no step runs")
-    options.device = options.device or "meta"
+    if options.ranks == 1:
+        refuse(options, ("reduce",), "--ranks 1 sends nothing")
+    options.device, options.reduce = options.device or "meta", options.reduce or "wrapper"
     optimizer = optimizer_spec(options.optimizer)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")
@@ -99,22 +100,21 @@ def estimate(options: argparse.Namespace) -> int:
             f"--batch takes a step, and {shapes.source} is not a model that can: give "
             "module:factory, or a config.json that transformers builds a model from"
         )
-    rows = []
+    rows, measured = [], None
+    if options.batch is not None and shapes.model is not None:
+        measured = Activations(shapes.model, options.batch, torch.device(options.device))
+    passes = options.accumulate is not None
     rules = {optimizer.rule_of(each) for each in shapes.weights}
     roles = {state.role for rule in rules for state in rule.states} & {"exp_avg", "exp_avg_sq"}
     for precision in precisions(options.accumulate, options.reduce, options.offload, roles):
         if precision.recipe is None and optimizer.scratch is None:
             continue
-        live = None
-        if options.batch is not None and shapes.model is not None:
-            device = torch.device(options.device)
-            live = activations(shapes.model, precision, options.batch, device)
         alone = memory(shapes, precision, optimizer)
         sharded = None
         if options.ranks > 1:
             arguments = shapes, precision, optimizer, options.ranks
             sharded = memory(*arguments), traffic(*arguments)
-        rows.append(row(precision, alone, live, sharded))
+        rows.append(row(precision, alone, measured, sharded, passes, options.ranks))
     zero = []
     if options.ranks > 1:
         zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]
@@ -160,9 +160,11 @@ def _notes(shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Name
     if optimizer.scratch is None:
         notes.append(f"torch has no {options.optimizer} of its own")
     else:
-        how = "one tensor after the other"
-        if not optimizer.rule.stage_states:
-            how = "with foreach=True, its default on GPUs; fused=True holds no scratch"
+        how = "with foreach=True, its default on GPUs; fused=True holds no scratch"
+        if optimizer.fused:
+            how = "with fused=True"
+        elif optimizer.steps_singly(optimizer.rule):
+            how = "one tensor after the other"
         notes.append(
             f"peak of torch's precisions: {how}. bf16-true rounds to nearest and loses updates"
         )
@@ -206,7 +208,7 @@ def _zero_notes(shapes: ModelShapes, options: argparse.Namespace) -> list[str]:
     ]
     if any(each.stays_fp32 for each in shapes.weights):
         notes.append("recipes keep batch norm in fp32, but DeepSpeed casts it: none trains there")
-    elif options.accumulate != "bf16_nearest":
+    elif options.accumulate not in (None, "bf16_nearest"):
         notes.append("DeepSpeed sums micro-batches itself: --accumulate has no effect there")
     return notes
 

@@ -115,8 +115,10 @@ def memory(
         rank: the rank's number; none holds more than rank 0.
     """
     volatile = shapes.buffer_bytes - shapes.persistent_bytes
-    narrowed = shapes.narrowed_bytes if precision.loses else 0
-    buffers = shapes.buffer_bytes - narrowed
+    buffers = shapes.buffer_bytes
+    if precision.loses:
+        buffers -= shapes.narrowed_bytes
+        volatile -= shapes.narrowed_bytes - shapes.narrowed_persistent_bytes
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
     sums, scratch, remainders, single_scratches = 0, 0.0, [0], [0.0]
@@ -142,8 +144,7 @@ def memory(
             sizes["moments"] += held.moments
         # A remainder as large as the master becomes it; one of an offloaded weight is on the host.
         remainders.append(0 if held.remainder == held.master or offloads else held.remainder)
-        if (rule := optimizer.rule_of(each)).stage_states:
-            # torch's optimizers of this kind step one tensor after the other.
+        if optimizer.steps_singly(rule := optimizer.rule_of(each)):
             single_scratches.append((optimizer.scratch or 0.0) * held.weights)
         else:
             scratch += (optimizer.scratch_of(rule) or 0.0) * held.weights

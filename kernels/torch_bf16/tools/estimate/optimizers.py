@@ -54,13 +54,18 @@ class OptimizerSpec:
         name: the optimizer as the user wrote it.
         rule: the rule, which says what states it keeps.
         scratch: elements, of the parameters' dtype, that torch's own step holds for each element of
-            the parameters in its default on GPUs, ``foreach=True``; None if torch has no such
-            optimizer. Optimizers that work on whole tensors hold it for one tensor at a time.
+            the parameters, by default with ``foreach=True``, as on GPUs; None if torch has no such
+            optimizer.
+        foreach: whether torch's own steps all tensors at once; None for its default on GPUs, where
+            only optimizers that work on whole tensors step one after the other.
+        fused: whether torch's own steps in one kernel.
     """
 
     name: str
     rule: Rule
     scratch: float | None
+    foreach: bool | None = None
+    fused: bool = False
 
     def rule_of(self, weight: Weight) -> Rule:
         """The rule of a weight: beside Muon's matrices, AdamW updates all other weights."""
@@ -73,6 +78,12 @@ class OptimizerSpec:
     def scratch_of(self, rule: Rule) -> float | None:
         """The scratch of a rule that :meth:`rule_of` returned."""
         return self.scratch if rule is self.rule else PLAIN["AdamW"][1]
+
+    def steps_singly(self, rule: Rule) -> bool:
+        """Whether torch's own holds the scratch of such a rule for one tensor at a time."""
+        if self.foreach is None or rule is not self.rule:
+            return bool(rule.stage_states)
+        return not self.foreach
 
 
 def _is_orthogonalised(weight: Weight) -> bool:
@@ -104,13 +115,15 @@ def measure_spec(text: str, name: str, options: Mapping[str, Any]) -> OptimizerS
         optimizer = our_class([parameter], **{"lr": 1e-3, **options}, backend="eager")
         rule = optimizer.rule_of_parameter(optimizer.param_groups[0], parameter)
         torch_class = getattr(torch.optim, name, None)
-        torch_optimizer = torch_class and _make(
-            torch_class, parameter, {**options, "foreach": not rule.stage_states}
-        )
+        own, foreach, fused = dict(options), options.get("foreach"), bool(options.get("fused"))
+        if foreach is None and not fused:
+            own["foreach"] = not rule.stage_states
+        torch_optimizer = torch_class and _make(torch_class, parameter, own)
     # torch's constructors may raise anything.
     except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
-    return OptimizerSpec(text, rule, torch_optimizer and _scratch(torch_optimizer, parameter))
+    scratch = torch_optimizer and _scratch(torch_optimizer, parameter)
+    return OptimizerSpec(text, rule, scratch, foreach, fused)
 
 
 def _make(

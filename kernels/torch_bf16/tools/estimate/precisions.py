@@ -60,7 +60,7 @@ TORCH = (
 
 
 def precisions(
-    accumulate: str = "bf16_nearest",
+    accumulate: str | None = None,
     reduce: str = "wrapper",
     offload: str = "none",
     roles: Collection[str] = ("exp_avg", "exp_avg_sq"),
@@ -68,8 +68,8 @@ def precisions(
     """All precisions, the largest first.
 
     Args:
-        accumulate: the recipes' format for sums of gradients. All but ``bf16_nearest`` are kept
-            over several passes: then releasing gradients saves nothing and is left out.
+        accumulate: the recipes' format for sums of gradients over several passes, during which
+            releasing gradients saves nothing and is left out; None for one pass.
         reduce: how the recipes' gradients are summed over ranks.
         offload: what the recipes keep in host memory.
         roles: the roles of the moments that the optimizer keeps; of recipes with the same formats
@@ -78,7 +78,7 @@ def precisions(
     *wide, nearest = TORCH
     yield from wide
     recipes: dict[str, Recipe] = {}
-    ways = {"accumulate": accumulate, "reduce": reduce, "offload": offload}
+    ways = {"accumulate": accumulate or "bf16_nearest", "reduce": reduce, "offload": offload}
     named = {_formats(each): name for name, each in RECIPES.items()}
     for each in BY_BYTES.values():
         recipes[named.get(_formats(each), " / ".join(_formats(each)))] = get_recipe(each, **ways)
@@ -89,7 +89,7 @@ def precisions(
             continue
         stored.add(formats)
         yield Precision(name, recipe)
-        if accumulate == "bf16_nearest":
+        if accumulate is None:
             yield Precision(name, recipe, released=True)
     yield nearest
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_bf16.tools.output import print_sentences, print_table
 
+from .activations import Activations
 from .memory import Memory
 from .precisions import Precision
 from .sharded import Traffic
@@ -21,19 +22,23 @@ _DEVICES = (24, 48, 80, 141, 192)
 def row(
     precision: Precision,
     alone: Memory,
-    live: int | None,
+    measured: Activations | None,
     sharded: tuple[Memory, Traffic] | None,
+    passes: bool = False,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """The record of one precision, in bytes.
 
     Args:
         precision: the precision.
         alone: its memory on one device.
-        live: what a forward and backward pass hold, with gradients; None if not measured.
+        measured: what passes hold; None if not measured.
         sharded: its memory on rank 0 of several, and what that rank gathers, reduces and sends;
             None for one device.
+        passes: whether a step has several passes.
+        ranks: the number of ranks.
     """
-    activations = None if live is None else max(0, live - alone.gradients)
+    activations = measured and measured.alone(precision, alone.gradients, passes)
     peak = alone.peak(activations or 0)
     found = {
         "precision": precision.name,
@@ -49,6 +54,7 @@ def row(
     }
     if sharded is not None:
         part, traffic = sharded
+        activations = measured and measured.on_rank(precision, part.gradients, passes, ranks)
         peak = part.peak(traffic.gathered + traffic.reduced + (activations or 0))
         alone_only = {"unsaved", "buckets"}
         each = {name: size for name, size in asdict(part).items() if name not in alone_only}
@@ -58,6 +64,7 @@ def row(
             "held": part.held,
             "gathered": traffic.gathered,
             "reduced": traffic.reduced,
+            "activations": activations,
             "peak": peak,
             "fits": _fits_on(peak),
             "sent_per_step": traffic.sent,

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from torch_bf16.model.kept_fp32 import fp32_parameters
 from torch_bf16.model.parameter_groups import param_groups
 
-__all__ = ["ModelShapes", "Weight", "shapes_of"]
+__all__ = ["ModelShapes", "Weight", "conversion_notes", "narrowed", "shapes_of"]
 
+_CONVERTED = {
+    **dict.fromkeys((torch.float16, torch.float64), "model.float()"),
+    torch.complex128: "p.to(torch.complex64)",
+}
 _NUMBERED = re.compile(r"^(.*?\.)?\d+(?=\.)")
 
 
@@ -29,7 +33,7 @@ class Weight:
         trained: whether it requires a gradient.
         stays_fp32: whether ``cast_model`` leaves it in fp32, as norms with running statistics.
         frozen_as: its dtype if it is frozen in another one than fp32, which every precision keeps;
-            fp32 if it is complex.
+            if it is complex, that of its numbers, which are fp32 if it is trained.
         hidden: whether Muon orthogonalises its updates, as ``param_groups(model, muon=True)``
             decides; None if there is no model: then Muon orthogonalises all matrices.
     """
@@ -68,6 +72,7 @@ class ModelShapes:
         buffer_bytes: bytes of all buffers.
         persistent_bytes: bytes of the buffers that checkpoints hold.
         narrowed_bytes: bytes that ``model.bfloat16()`` saves on buffers, which no recipe does.
+        narrowed_persistent_bytes: the part of them that it saves on persistent ones.
         known: whether the shapes are those of a model; else one matrix stands for all weights.
         notes: caveats for the user.
         model: the model on the meta device, if there is one.
@@ -78,6 +83,7 @@ class ModelShapes:
     buffer_bytes: int = 0
     persistent_bytes: int = 0
     narrowed_bytes: int = 0
+    narrowed_persistent_bytes: int = 0
     known: bool = True
     notes: list[str] = field(default_factory=list)
     model: nn.Module | None = None
@@ -111,21 +117,40 @@ def shapes_of(model: nn.Module, source: str) -> ModelShapes:
         for name, p in model.named_parameters()
     ]
     buffers = dict(model.named_buffers())
-    persistent = buffers.keys() & model.state_dict().keys()
+    persistent = [buffers[name] for name in buffers.keys() & model.state_dict().keys()]
     return ModelShapes(
         source,
         weights,
         _bytes(buffers.values()),
-        _bytes(buffers[name] for name in persistent),
-        _bytes(each for each in buffers.values() if each.is_floating_point()) // 2,
+        _bytes(persistent),
+        sum(narrowed(each.numel(), each.dtype) for each in buffers.values()),
+        sum(narrowed(each.numel(), each.dtype) for each in persistent),
+        notes=conversion_notes(p.dtype for p in model.parameters() if p.requires_grad),
         model=model,
     )
+
+
+def narrowed(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that ``model.bfloat16()`` saves on a buffer."""
+    return numel * (dtype.itemsize - 2) if dtype.is_floating_point else 0
+
+
+def conversion_notes(dtypes: Iterable[torch.dtype]) -> list[str]:
+    """A caveat about trained weights in dtypes that no recipe starts from, if there are any."""
+    names = sorted(str(each).removeprefix("torch.") for each in {*dtypes} & _CONVERTED.keys())
+    if not names:
+        return []
+    how = sorted({_CONVERTED[getattr(torch, each)] for each in names})
+    return [
+        f"weights in {' and '.join(names)}, from which no recipe starts, are counted as they are "
+        f"after {' and '.join(how)}"
+    ]
 
 
 def _kept_dtype(parameter: Tensor) -> torch.dtype | None:
     """See :attr:`Weight.frozen_as`."""
     if parameter.is_complex():
-        return torch.float32
+        return torch.float32 if parameter.requires_grad else parameter.dtype.to_real()
     other = not parameter.requires_grad and parameter.dtype != torch.float32
     return parameter.dtype if other else None
 

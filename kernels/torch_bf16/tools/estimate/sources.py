@@ -18,7 +18,7 @@ from torch_bf16.errors import CheckpointError, described, with_article
 from torch_bf16.tools.arguments import quantity
 from torch_bf16.tools.factory import import_name, is_factory
 
-from .shapes import ModelShapes, Weight, shapes_of
+from .shapes import ModelShapes, Weight, conversion_notes, narrowed, shapes_of
 
 __all__ = ["KINDS", "model_shapes"]
 
@@ -30,7 +30,8 @@ KINDS = (
 _MOST = 10**15
 _COLUMNS = 64
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+# Weights that were saved in fp16 are mostly loaded in fp32, as a config.json is built.
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def model_shapes(text: str) -> ModelShapes:
@@ -103,7 +104,15 @@ def _of_config(path: Path) -> ModelShapes:
             f"{path} names code of its own under 'auto_map'{such}, which is not run. Import the "
             "class in a file of yours and give module:factory"
         )
-    return shapes_of(_build(path, content), str(path))
+    shapes = shapes_of(_build(path, content), str(path))
+    if quantized := content.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        shapes.notes.append(
+            f"the config's quantization_config ({method or 'of no named method'}) is not applied: "
+            "all weights are counted as trained ones. For quantized weights beside adapters give "
+            "module:factory"
+        )
+    return shapes
 
 
 @contextmanager
@@ -179,15 +188,23 @@ def _of_factory(text: str) -> ModelShapes:
 def _of_checkpoint(path: Path) -> ModelShapes:
     saved = open_checkpoint(path)
     owners = {name.rpartition(".")[0] for name in saved.tensors if name.endswith(_STATISTICS)}
-    weights, buffers = [], 0
+    weights, buffers, small, dtypes, kept_dtypes = [], 0, 0, set(), set()
     for name, each in saved.untied().items():
         owner, _, last = name.rpartition(".")
         if each.dtype in _TRAINED and last not in _STATISTICS:
             kept = torch.float32 if each.is_complex else None
+            dtypes.add(each.dtype.to_complex() if each.is_complex else each.dtype)
             weights.append(Weight(name, each.shape, stays_fp32=owner in owners, frozen_as=kept))
         else:
             buffers += each.numel * each.dtype.itemsize
+            small += narrowed(each.numel, each.dtype)
+            kept_dtypes.add(each.dtype)
     if not weights:
         raise ValueError(f"{path} holds no floating-point weights that could be trained")
-    notes = [*saved.notes, "all floating-point tensors of a checkpoint are counted as parameters"]
-    return ModelShapes(str(path), weights, buffers, buffers, notes=notes)
+    notes = [*saved.notes, *conversion_notes(dtypes - {torch.float16})]
+    notes.append("all floating-point tensors of a checkpoint are counted as parameters")
+    # Statistics are in a dtype that weights may have, too.
+    if others := {each for each in kept_dtypes if each.is_floating_point} - {*_TRAINED}:
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in others))
+        notes[-1] += f", except those in {names}, which are counted as they were saved"
+    return ModelShapes(str(path), weights, buffers, buffers, small, small, notes=notes)
