@@ -18,6 +18,7 @@ __all__ = [
     "check_max_norm",
     "check_module",
     "check_ranges",
+    "check_release_norm",
     "is_number",
 ]
 
@@ -26,6 +27,8 @@ BACKENDS = ("cpu", "eager", "triton")
 
 COMPUTES = ("autocast", "fp32", "bf16")
 """The ways in which the operations of a model can compute."""
+
+_NORMS = ("parameter", "last_step")
 
 
 def check_backend(name: Any) -> None:
@@ -72,6 +75,16 @@ def check_max_norm(max_norm: Any) -> None:
         raise ValueError(
             f"max_norm={max_norm!r} must be a positive number, or None to clip nothing"
         )
+
+
+def check_release_norm(norm: Any) -> None:
+    """Raise unless ``norm`` names what released gradients are clipped by.
+
+    Raises:
+        ValueError: it names nothing that there is.
+    """
+    if norm not in _NORMS:
+        raise ValueError(f"norm={norm!r} is unknown; use one of {', '.join(_NORMS)}")
 
 
 def check_ranges(**hyperparameters: Any) -> None:

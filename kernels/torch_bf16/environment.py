@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from .gradients.release_options import release_options
+from .argument_checks import check_max_norm, check_release_norm
 from .recipe import RECIPES, Recipe, get_recipe
 
 __all__ = [
@@ -39,6 +39,7 @@ OPTIONS: dict[str, str] = {
 """The option that each variable sets, unless the script sets it."""
 
 _KNOWN = (*OPTIONS, "BF16_MODE", "BF16_MONITOR", "BF16_AUTOLOAD")
+_RELEASE_CHECKS = {"release_max_norm": check_max_norm, "release_norm": check_release_norm}
 _ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off")
 """Values that switch something off, in lower case."""
@@ -141,11 +142,12 @@ def _parse(variable: str, name: str, text: str) -> Any:
         value = read(text)
     except ValueError:
         raise ValueError(f"{variable}={text!r} must be {number}") from None
+    check = _RELEASE_CHECKS.get(name)
     try:
-        if name.startswith("release_"):
-            release_options({"release_gradients": True, name: value})
+        if check:
+            check(value)
         else:
             get_recipe("bf16-stochastic", **{name: value})
     except ValueError as error:
-        raise ValueError(f"{variable}: {error}") from None
+        raise ValueError(f"{variable}: {'release_' if check else ''}{error}") from None
     return value

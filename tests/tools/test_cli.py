@@ -12,9 +12,9 @@ import torch
 from own_process import printed_by
 
 from torch_bf16 import RECIPES
-from torch_bf16.backends.certificates import file_of
+from torch_bf16.backends import choose
+from torch_bf16.backends.certificates import facts_of, file_of
 from torch_bf16.backends.certificates.verdicts import verdict
-from torch_bf16.backends.sources import source_hash
 from torch_bf16.tools import cli
 from torch_bf16.tools.arguments import count, keep_inputs
 from torch_bf16.tools.info import command
@@ -34,17 +34,20 @@ def test_info_tells_versions_recipes_and_backends(capsys):
 
 def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
-    now = [torch.__version__, source_hash()]
+    now = facts_of(choose(cpu := torch.device("cpu"), "cpu"), cpu)
+    elsewhere = [now[0], *(f"another {each}" for each in now[1:-1]), now[-1]]
     verdict(["cpu", "adamw_bf16", *now], lambda: lambda: None)
     verdict(["cpu", "sgd_bf16", *now], lambda: lambda: "weight has the wrong bits")
-    verdict(["cpu", "old_bf16", torch.__version__, "another hash"], lambda: lambda: "wrong")
+    verdict(["cpu", "old_bf16", *now[:-1], "another hash"], lambda: lambda: "wrong")
+    verdict(["cpu", "far_bf16", *elsewhere], lambda: lambda: "wrong on another processor")
     (tmp_path / "damaged.json").write_text("{")
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "before its first use on a device, each variant of a kernel takes two steps" in out
-    assert f"  verdicts in {tmp_path}: 2 of this version, 1 failed\n" in out
+    assert f"  verdicts in {tmp_path}: 2 hold here, 1 failed\n" in out
     assert "  cpu: sgd_bf16 failed: weight has the wrong bits\n" in out
     assert "old_bf16" not in out
+    assert "far_bf16" not in out
     kept = file_of(["cpu", "sgd_bf16", *now])
     met = out.partition("what a run would meet on this machine:\n")[2]
     assert "  slow: the cpu backend is not used for sgd_bf16: weight has the wrong bits" in met

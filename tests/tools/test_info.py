@@ -12,9 +12,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from torch_bf16.backends import choose
-from torch_bf16.backends.certificates import facts_of
-from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.tools import cli
 from torch_bf16.tools.info import hosts, obstacles
 
@@ -189,18 +186,6 @@ def test_a_user_without_a_home_is_told_the_same(usual, monkeypatch):
     assert obstacles._cache() is None
     assert not obstacles._writable(None)
     assert any("the user's cache cannot be written" in each.what for each in obstacles.obstacles())
-
-
-def test_verdicts_of_another_machine_are_no_obstacle_here(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
-    cpu = torch.device("cpu")
-    here = facts_of(choose(cpu, "eager"), cpu)
-    there = [here[0], *(f"another {each}" for each in here[1:-1]), here[-1]]
-    for variant, facts in (("adamw_here", here), ("adamw_there", there)):
-        verdict(["eager", variant, *facts], lambda: lambda: "the wrong bits")
-    (found,) = [each for each in obstacles.obstacles() if "the wrong bits" in each.what]
-    assert "eager backend is not used for adamw_here" in found.what
-    assert any(str(each) in found.instead for each in tmp_path.iterdir())
 
 
 def test_a_record_to_send_does_not_name_the_user(capsys, monkeypatch):

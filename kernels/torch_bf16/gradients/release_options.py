@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch_bf16.argument_checks import check_max_norm
+from torch_bf16.argument_checks import check_max_norm, check_release_norm
 
 __all__ = ["ReleaseOptions", "check_release", "release_options"]
 
-_NORMS = ("parameter", "last_step")
 _PREFIX = "release_"
 
 
@@ -72,8 +71,7 @@ def check_release(options: ReleaseOptions) -> None:
         ValueError: an option is; the message begins with its name.
     """
     check_max_norm(options.max_norm)
-    if options.norm not in _NORMS:
-        raise ValueError(f"norm={options.norm!r} is unknown; use one of {', '.join(_NORMS)}")
+    check_release_norm(options.norm)
     steps: Any = options.accumulation_steps
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(

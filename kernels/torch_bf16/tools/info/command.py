@@ -160,8 +160,6 @@ def _show_proofs(proofs: Mapping[str, Any]) -> None:
         print("  no verdict can be kept: set TORCH_BF16_CACHE to a folder that can be written")
         return
     failed = proofs["failed"]
-    print(
-        f"  verdicts in {proofs['folder']}: {proofs['kept']} of this version, {len(failed)} failed"
-    )
+    print(f"  verdicts in {proofs['folder']}: {proofs['kept']} hold here, {len(failed)} failed")
     for backend, variant, fault in failed:
         print(f"  {backend}: {variant} failed: {fault}")
