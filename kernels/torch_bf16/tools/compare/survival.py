@@ -28,9 +28,11 @@ _COLUMNS = 24
 
 
 def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """A parameter as the optimizer stores it, in fp32, with what it keeps beyond the weight."""
+    """A copy of a parameter as the optimizer stores it, in fp32, with what it keeps beyond it."""
     if isinstance(optimizer, BF16Optimizer):
-        return optimizer.exact_weight(parameter).float()
+        found = optimizer.exact_weight(parameter).float()
+        # Of an fp32 parameter it is the parameter itself, which later steps change.
+        return found.clone() if parameter.dtype == torch.float32 else found
     weight = parameter.detach().float()
     for name, each in optimizer.state.get(parameter, {}).items():
         kind = extra_bits(name)
