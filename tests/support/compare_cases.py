@@ -39,6 +39,22 @@ def with_optimizer():
     return model, batches, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
 
 
+class Normed(Net):
+    # Has parameters that every recipe keeps in fp32, and a count that no state dict has.
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x, y):
+        self.seen += 1
+        return super().forward(self.batch_norm(x), y) * (1 + 0.01 * self.seen)
+
+
+def normed():
+    return Normed(), make()[1]
+
+
 class Diverging(Net):
     steps = 0
 

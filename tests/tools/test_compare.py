@@ -54,8 +54,8 @@ def noisy_optimizer(factories, tmp_path):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_that_was_interrupted_ends_in_the_same_bits(name, tmp_path):
-    """Its data are shuffled anew in each epoch, and its dropout is on."""
-    plan, row = plan_of(steps=16), row_of(name)
+    """Its data are shuffled anew in each epoch, its dropout is on, and its model counts steps."""
+    plan, row = plan_of("mine_to_compare:normed", steps=16), row_of(name)
     whole = trained(plan, row, seed=1)
     store, training = Store(tmp_path / "out", plan), OngoingRun(plan, row, 1)
     for _ in training.steps():
@@ -105,6 +105,8 @@ def test_exact_weights_keep_all_and_plain_bf16_does_not():
         for sums in found[name].survived.values():
             assert sum(a for a, _ in sums) == pytest.approx(sum(b for _, b in sums), rel=1e-3)
         assert all(stood == 0 for stood, _ in found[name].unmoved.values())
+        normed = trained(plan_of("mine_to_compare:normed", lr=1e-4), row_of(name))
+        assert normed.unmoved["batch_norm"] == [0, 16]
     stood, numel = found["bf16-true"].unmoved["norm"]
     # Gains of 1.0 stand still, biases that begin with 0.0 do not.
     assert (stood, numel) == (32, 64)

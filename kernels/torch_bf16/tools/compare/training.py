@@ -205,9 +205,12 @@ class OngoingRun:
 
     def state(self) -> dict[str, Any]:
         """What another process resumes from, as tensors and primitives."""
+        model = self._trained.model
+        saved = model.state_dict()
         return {
             "run": asdict(self.run),
-            "model": self._trained.model.state_dict(),
+            "model": saved,
+            "other_buffers": {n: each for n, each in model.named_buffers() if n not in saved},
             "optimizer": self._trained.optimizer.state_dict(),
             "survival": self._survival.state(),
         }
@@ -215,7 +218,11 @@ class OngoingRun:
     def _load(self, state: dict[str, Any]) -> None:
         self.run = Run(**state["run"])
         # Weights first: a master is stored as what its weight lacks.
-        self._trained.model.load_state_dict(state["model"])
+        model = self._trained.model
+        model.load_state_dict(state["model"])
+        for name, each in state["other_buffers"].items():
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, each)
         self._trained.optimizer.load_state_dict(state["optimizer"])
         self._survival.load(state["survival"])
         for _ in range(self.done):
