@@ -288,7 +288,15 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     more = in_ways((baseline, *recipes), options.ways)
     # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
-    return list(chosen.values()), missing, options.baseline
+    return [each.on_backend(options.backend) for each in chosen.values()], missing, baseline.name
+
+
+def _lacking(entry: Entry) -> str | None:
+    """The package that an entry needs, if it is not installed."""
+    peer = next((each for each in PEERS.values() if entry in each.entries), None)
+    if peer is not None and not peer.installed:
+        return peer.pip
+    return entry.needs[1] if entry.needs and not entry.installed else None
 
 
 def _shapes(options: argparse.Namespace) -> Shapes:
