@@ -286,6 +286,11 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     found = [each for each in found if each.installed]
     baseline = known[options.baseline]
     more = in_ways((baseline, *recipes), options.ways)
+    if (package := _lacking(baseline)) is not None:
+        raise ValueError(
+            f"the baseline {baseline.name!r} needs {package}, which is not installed: pip install "
+            f"-U {package}, or choose another --baseline"
+        )
     # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
     return [each.on_backend(options.backend) for each in chosen.values()], missing, baseline.name
