@@ -232,7 +232,6 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
     setting = {
         "command": command_line(options.arguments),
         "model": options.model,
-        "rounds": options.rounds,
         "backend": choose(device, options.backend).name,
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
