@@ -15,6 +15,7 @@ from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
     file_to_write,
+    keep_apart,
     keep_inputs,
     picture_to_write,
     positive_number,
@@ -138,6 +139,11 @@ def compare(options: argparse.Namespace) -> int:
         about = {"what": "runs that exist", "measure": metric}
         _keep_other_record(options.out, about["what"])
         found = _analyse(rows, reference, about)
+    page_file = _page_file(options, keep=record is None)
+    shown = {"--plot": options.plot, "--html" if options.html else "the page": page_file}
+    keep_apart({"--json": options.json, **shown})
+    # The record is the same as what --json writes.
+    keep_apart({"the record": options.out / _RECORD if record is None else None, **shown})
         found["environment"] = {}
     if record is None:
         found["command"] = command_line(options.arguments)
@@ -238,7 +244,7 @@ def _rows(options: argparse.Namespace) -> list[Row]:
 
 
 def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
-    target = options.html or (options.out / "compare.html" if keep else None)
+    target = _page_file(options, keep)
     if keep:
         options.out.mkdir(parents=True, exist_ok=True)
         write_json(found, options.out / _RECORD)
@@ -276,6 +282,10 @@ def _load(path: Path, shown: bool = True) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
         if (found["kind"], found["schema"]) != ("compare", 1):
+def _page_file(options: argparse.Namespace, keep: bool) -> Path | None:
+    return options.html or (options.out / "compare.html" if keep else None)
+
+
             raise ValueError("it is of another kind or version")
         if not isinstance(found["healthy"], bool):
             raise ValueError("it has no verdict")
