@@ -27,11 +27,23 @@ __all__ = [
     "Trained",
     "also_argument",
     "choice_of",
+    "rate_of",
     "row_of",
     "set_rate",
 ]
 
 FP32, MIXED, TRUE = "32-true", "bf16-mixed", "bf16-true"
+# Libraries whose classes of these names have torch's rule, and only store its numbers otherwise.
+_LIBRARIES = (
+    *("bitsandbytes", "flashoptim", "heavyball", "optimi", "pytorch_optimizer", "torchao"),
+    "torchastic",
+)
+_SHARED = ("Adam", "AdamW")
+# Options that do not change what a rule intends.
+_OF_STORAGE = {
+    *("bf16_stochastic_round", "consume_grad", "foreach", "fused", "kahan_sum", "triton"),
+    *("master_weight_bits", "stochastic_rounding", "storage_dtype", "recipe", "backend"),
+}
 DEFAULT = (FP32, "bf16-fp32-master", "bf16-stochastic", TRUE)
 KNOWN = (
     f"{FP32}, {MIXED}, {TRUE}, {', '.join(RECIPES)}, or three formats: those of weights, first and "
@@ -151,25 +163,39 @@ class Trained:
     def twin(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
         """The same optimizer over other, fp32 parameters, in the same groups.
 
-        If torch has an optimizer of that name, it is torch's, which rounds nothing.
+        If it is torch's rule in the formats of another library, it is torch's, which rounds
+        nothing.
 
         Args:
             parameters: the fp32 parameter in place of each trained one.
         """
-        plain = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
-        kind = getattr(torch.optim, plain, self.kind)
+        kind = self._plain_kind()
         takes = inspect.signature(kind).parameters
         groups = []
         for group in self.groups:
             options = {name: value for name, value in group.items() if name in takes}
             if "betas" in takes and "beta1" in group:
                 options["betas"] = (group["beta1"], group["beta2"])
-            # Some libraries make a tensor of it.
-            options["lr"] = float(group["lr"])
+            options["lr"] = rate_of(group)
             params = [parameters[p] for p in group["params"] if p in parameters]
             groups.append({**options, "params": params})
         shared = {name: value for name, value in groups[0].items() if name != "params"}
         return kind(groups, **shared)
+
+    def _plain_kind(self) -> type[torch.optim.Optimizer]:
+        """Torch's class of the same rule, if it is known to have one that knows all its options."""
+        name = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
+        library = self.kind.__module__.partition(".")[0]
+        known = library == "torch_bf16" or (library in _LIBRARIES and name in _SHARED)
+        kind = getattr(torch.optim, name, None) if known else None
+        if kind is None:
+            return self.kind
+        own = inspect.signature(self.kind).parameters
+        unknown = own.keys() - inspect.signature(kind).parameters.keys() - _OF_STORAGE
+        changed = any(
+            group.get(n, own[n].default) != own[n].default for group in self.groups for n in unknown
+        )
+        return self.kind if changed else kind
 
 
 def choice_of(text: str) -> Choice:
@@ -215,11 +241,17 @@ def also_argument(text: str) -> Row:
     return Row(name.strip(), own=choice_of(target))
 
 
-def set_rate(group: dict[str, Any], lr: float) -> None:
-    """Set a group's learning rate, of which some libraries make a tensor."""
-    if isinstance(group["lr"], Tensor):
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """A group's learning rate; None where the optimizer finds its own."""
+    # Some libraries make a tensor of it.
+    return None if group["lr"] is None else float(group["lr"])
+
+
+def set_rate(group: dict[str, Any], lr: float | None) -> None:
+    """Set a group's learning rate, of which some libraries make a tensor; None leaves it."""
+    if isinstance(group["lr"], Tensor) and lr is not None:
         group["lr"].fill_(lr)
-    else:
+    elif lr is not None:
         group["lr"] = lr
 
 
