@@ -68,6 +68,48 @@ def diverging():
     return Diverging(), list(make()[1])
 
 
+class OwnRate(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.param_groups[0]["lr"] = None
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.01 * p.grad
+
+
+def own_rate():
+    model, batches = make()
+    return model, batches, OwnRate(model.parameters())
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, words):
+        return self.table(words).square().mean()
+
+
+def sparse():
+    model = Words()
+    return model, [torch.arange(5)], torch.optim.SparseAdam(model.parameters(), lr=0.01)
+
+
+kept = Net()
+
+
+def kept_model():
+    return kept, make()[1]
+
+
+def kept_part():
+    model = Net()
+    model.first = kept.first
+    return model, make()[1]
+
+
 def raises():
     raise RuntimeError("no data today")
 
