@@ -217,6 +217,18 @@ def test_a_twin_is_torchs_only_if_it_has_the_same_rule(make, twin):
     assert twin in (found, found.__name__)
 
 
+@pytest.mark.parametrize(("compute", "dtype"), [("fp32", torch.float32), ("", torch.bfloat16)])
+def test_recipes_compute_in_what_the_environment_says(compute, dtype, monkeypatch):
+    monkeypatch.setenv("BF16_COMPUTE", compute)
+    row = row_of("bf16-stochastic")
+    assert row.description.endswith("fp32 compute" if compute else "bf16 autocast")
+    training, seen = OngoingRun(plan_of(), row, 0), []
+    linear = training._trained.model.first
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    next(training.steps())
+    assert (seen, linear.weight.dtype) == ([dtype], torch.bfloat16)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_an_optimizer_that_finds_its_rate_trains(precision):
     found = trained(plan_of("mine_to_compare:own_rate", steps=4), row_of(precision))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from torch_bf16.environment import options_from_environment
 from torch_bf16.errors import described, with_article
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
@@ -109,7 +111,8 @@ class Row:
             weights = "fp32 weights" if self.dtype == torch.float32 else "bf16 weights, to nearest"
             return weights + (", bf16 autocast" if self.autocast else "")
         formats = (self.recipe.weights, self.recipe.exp_avg, self.recipe.exp_avg_sq)
-        return f"{' / '.join(formats)}, bf16 autocast"
+        compute = "bf16 autocast" if self.autocast else f"{self.recipe.compute} compute"
+        return f"{' / '.join(formats)}, {compute}"
 
     def prepare(
         self, model: nn.Module, make: Callable[[], torch.optim.Optimizer], seed: int
@@ -155,8 +158,11 @@ class Trained:
         return self.kind.__module__.startswith(("torch.optim.", "torch_bf16."))
 
     def cast_batch(self, batch: Any) -> Any:
-        """A batch as the model takes it: in bf16 if the model has bf16 weights and no autocast."""
-        if self.row.autocast or self.row.dtype == torch.float32:
+        """A batch as the model takes it: in bf16 if the model has bf16 weights and no autocast.
+
+        A model that a recipe has cast takes fp32 in every case.
+        """
+        if self.row.autocast or self.row.recipe is not None or self.row.dtype == torch.float32:
             return batch
         return tree_map(_to_bf16, batch)
 
@@ -213,20 +219,27 @@ def row_of(name: str) -> Row:
     """The row of a precision, by its name.
 
     Raises:
-        ValueError: the name is unknown; the message lists those that are known.
+        ValueError: the name is unknown; the message lists those that are known. Or
+            ``BF16_COMPUTE`` is set to what is no way to compute.
     """
     if name in (FP32, MIXED):
         return Row(name, dtype=torch.float32, autocast=name == MIXED)
     if name == TRUE:
         return Row(name, autocast=False)
     if name in RECIPES:
-        return Row(name, get_recipe(name))
+        return _of_recipe(name, get_recipe(name))
     formats = [part.strip() for part in name.split("/")]
     if len(formats) == 3:
         weights, first, second = formats
-        recipe = Recipe(name, weights=weights, exp_avg=first, exp_avg_sq=second)
-        return Row(name, recipe)
+        return _of_recipe(name, Recipe(name, weights=weights, exp_avg=first, exp_avg_sq=second))
     raise ValueError(f"unknown precision {name!r}; known ones: {KNOWN}")
+
+
+def _of_recipe(name: str, recipe: Recipe) -> Row:
+    """A row that computes in what ``BF16_COMPUTE`` names, as a host would."""
+    asked = {"BF16_COMPUTE": os.environ.get("BF16_COMPUTE", "")}
+    recipe = get_recipe(recipe, **options_from_environment(asked))
+    return Row(name, recipe, autocast=recipe.compute == "autocast")
 
 
 def also_argument(text: str) -> Row:
