@@ -286,7 +286,9 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     missing |= {each.name: each.needs[1] for each in found if each.needs and not each.installed}
     found = [each for each in found if each.installed]
     baseline = known[options.baseline]
-    if (package := _lacking(baseline)) is not None:
+    # On another device it would not run with its library either.
+    here = baseline.only_on in (None, options.device.type)
+    if here and (package := _lacking(baseline)) is not None:
         raise ValueError(
             f"the baseline {baseline.name!r} needs {package}, which is not installed: pip install "
             f"-U {package}, or choose another --baseline"
