@@ -39,6 +39,22 @@ def with_optimizer():
     return model, batches, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
 
 
+class Normed(Net):
+    # Has parameters that every recipe keeps in fp32, and a count that no state dict has.
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x, y):
+        self.seen += 1
+        return super().forward(self.batch_norm(x), y) * (1 + 0.01 * self.seen)
+
+
+def normed():
+    return Normed(), make()[1]
+
+
 class Diverging(Net):
     steps = 0
 
@@ -50,6 +66,48 @@ class Diverging(Net):
 
 def diverging():
     return Diverging(), list(make()[1])
+
+
+class OwnRate(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.param_groups[0]["lr"] = None
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.01 * p.grad
+
+
+def own_rate():
+    model, batches = make()
+    return model, batches, OwnRate(model.parameters())
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, words):
+        return self.table(words).square().mean()
+
+
+def sparse():
+    model = Words()
+    return model, [torch.arange(5)], torch.optim.SparseAdam(model.parameters(), lr=0.01)
+
+
+kept = Net()
+
+
+def kept_model():
+    return kept, make()[1]
+
+
+def kept_part():
+    model = Net()
+    model.first = kept.first
+    return model, make()[1]
 
 
 def raises():

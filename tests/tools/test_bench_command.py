@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from itertools import count
 
 import pytest
 import torch
 from bench_cases import entry
 
+from torch_bf16.optim.variants import VARIANTS
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import command
+from torch_bf16.tools.bench.clock import CpuClock
 from torch_bf16.tools.bench.entries import OURS
 from torch_bf16.tools.bench.peers import BASELINE, PEERS, Peer
 from torch_bf16.tools.bench.report import aligned
@@ -136,13 +139,24 @@ def test_the_baseline_can_be_any_entry(peers, capsys):
     out = capsys.readouterr().out
     assert " 1.00 [1.00, 1.00] " in table_line(out, "fake one")
     assert "time of 'fake one' in the same round" in " ".join(out.split())
+    assert cli.main([*TINY, "--baseline", "never"]) == 2
+    assert "the baseline 'never' needs pip-absent, which is not" in capsys.readouterr().err
     assert cli.main([*TINY, "--baseline", "sgd"]) == 2
     assert "bench: no entry 'sgd'; known ones: torch fused" in capsys.readouterr().err
 
 
-def test_the_backend_can_be_chosen(capsys):
-    wanted = ["--backend", "eager", "--recipes", "bf16-fp32-master", "--against", "torch"]
+def test_the_backend_can_be_chosen(capsys, monkeypatch):
+    wanted = ["--backend", "eager", "--recipes", "bf16-fp32-master", "--against", "variants"]
+    seen, measure = [], command.measure
+
+    def measure_these(entries, *rest, **options):
+        seen.extend(each for each in entries if each.is_ours)
+        return measure(entries[:2], *rest, **options)
+
+    monkeypatch.setattr(command, "measure", measure_these)
     assert cli.main([*TINY, *wanted]) == 0
+    assert {(each.attributes["backend"], each.scratch) for each in seen} == {("eager", 48)}
+    assert len(seen) == 1 + len(VARIANTS)
     assert "our backend 'eager'" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert cli.main([*TINY, "--backend", "triton"]) == 2
@@ -207,6 +221,28 @@ def test_ctrl_c_while_peaks_are_measured_keeps_all_rounds(capsys, tmp_path, monk
     assert len(found["results"][0]["rounds_ms"]) == found["rounds"]
 
 
+def test_an_interrupted_record_has_the_rounds_that_were_taken(capsys, tmp_path, monkeypatch):
+    timed, calls = CpuClock.time, count()
+
+    def time(self, step):
+        if next(calls) == 60:
+            raise KeyboardInterrupt
+        return timed(self, step)
+
+    monkeypatch.setattr(CpuClock, "time", time)
+    file = tmp_path / "figures.json"
+    wanted = ["--backend", "eager", "--recipes", "bf16-fp32-master", "--rounds", "3000"]
+    assert cli.main([*TINY, *wanted, "--json", str(file)]) == 130
+    found = json.loads(file.read_text())
+    assert len(found["results"][0]["rounds_ms"]) == found["rounds"] < 20
+    assert f", {found['rounds']} interleaved rounds" in capsys.readouterr().out
+
+
+def test_two_outputs_of_one_name_are_refused(capsys):
+    assert cli.main([*TINY, "--json", "x.svg", "--plot", "x.svg"]) == 2
+    assert "--json and --plot would both write x.svg" in capsys.readouterr().err
+
+
 def test_one_of_ours_that_fails_is_told_by_the_exit_status(capsys, monkeypatch):
     def failing(self, *arguments):
         raise RuntimeError("no such kernel")
@@ -225,7 +261,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(capsys, monkeypatc
     monkeypatch.setattr("torch_bf16.tools.bench.rounds.available_bytes", lambda device: 10 * 2**30)
     assert cli.main(["bench", "--model", "llama-1b"]) == 2
     err = capsys.readouterr().err
-    assert "'torch fused fp32' needs about 18.4 GiB on cpu, where 9.0 GiB can be used" in err
+    assert "'torch fused fp32' needs about 18.4 GiB on cpu, where 9.00 GiB can be used" in err
     assert "--model random --parameters 603e6" in err
 
 

@@ -30,5 +30,9 @@ def test_a_library_steps_with_no_more_memory_than_estimated(each):
     assert result.moved > 3 * numel
 
 
+def test_ours_are_known_as_ours():
+    assert all(each.is_ours == each.stores.startswith("ours") for each in ALL)
+
+
 def test_names_are_unique():
     assert len({each.name for each in ALL}) == len(ALL)

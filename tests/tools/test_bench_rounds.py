@@ -179,7 +179,12 @@ def test_launches_are_counted_after_all_groups_were_timed(monkeypatch):
 
 def test_without_the_baseline_there_is_no_result():
     with pytest.raises(ValueError, match="the baseline 'base' failed: RuntimeError: step 4"):
-        measure([entry("base", fail_at=4), entry()], SHAPES, CPU, 2)
+        measure([entry("base", fail_at=4), entry("other")], SHAPES, CPU, 2, most=2)
+    # It ended with that step.
+    assert Signs.log.count("other") == 3
+    with pytest.raises(ValueError, match="the baseline 'base' failed: RuntimeError: step 1"):
+        measure([entry("base", fail_at=1), entry("never")], SHAPES, CPU, 2)
+    assert "never" not in Signs.log
 
 
 def test_those_that_do_not_fit_together_run_in_groups_beside_the_baseline():
@@ -208,12 +213,14 @@ def test_one_that_fits_only_alone_is_compared_with_the_baselines_median(monkeypa
 
 def test_one_that_does_not_fit_at_all_is_refused_with_both_sizes():
     found = failures_of(entry("huge", estimate=1e9), available=2**30)
-    assert found == {"huge": "needs about 1013.3 GiB on cpu, where 1.0 GiB can be used"}
+    assert found == {"huge": "needs about 1,013 GiB on cpu, where 1.00 GiB can be used"}
 
 
 def test_a_baseline_that_does_not_fit_says_what_would():
     with pytest.raises(MemoryError, match=r"the baseline 'base' needs about .* --parameters 2e6"):
         measure([entry("base", estimate=500.0)], [(1000, 4096)], CPU, 1, available=2**30)
+    with pytest.raises(MemoryError, match=r"where 0\.00391 GiB can be used\. Free memory$"):
+        measure([entry("base", estimate=500.0)], [(1000, 4096)], CPU, 1, available=2**22)
 
 
 def test_one_that_runs_out_of_memory_beside_others_gets_another_try():

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def noisy_optimizer(factories, tmp_path):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_that_was_interrupted_ends_in_the_same_bits(name, tmp_path):
-    """Its data are shuffled anew in each epoch, and its dropout is on."""
-    plan, row = plan_of(steps=16), row_of(name)
+    """Its data are shuffled anew in each epoch, its dropout is on, and its model counts steps."""
+    plan, row = plan_of("mine_to_compare:normed", steps=16), row_of(name)
     whole = trained(plan, row, seed=1)
     store, training = Store(tmp_path / "out", plan), OngoingRun(plan, row, 1)
     for _ in training.steps():
@@ -105,6 +106,8 @@ def test_exact_weights_keep_all_and_plain_bf16_does_not():
         for sums in found[name].survived.values():
             assert sum(a for a, _ in sums) == pytest.approx(sum(b for _, b in sums), rel=1e-3)
         assert all(stood == 0 for stood, _ in found[name].unmoved.values())
+        normed = trained(plan_of("mine_to_compare:normed", lr=1e-4), row_of(name))
+        assert normed.unmoved["batch_norm"] == [0, 16]
     stood, numel = found["bf16-true"].unmoved["norm"]
     # Gains of 1.0 stand still, biases that begin with 0.0 do not.
     assert (stood, numel) == (32, 64)
@@ -180,6 +183,86 @@ def test_a_factorys_own_optimizer_is_used():
     assert other.options.startswith("SGD(lr=0.01")
 
 
+class SGD(torch.optim.SGD):
+    """A user's class of a name that torch has, too."""
+
+
+def other(name, module, **options):
+    """A class of another library, which has one option more than torch's."""
+
+    def init(self, params, lr, storage_dtype="float32", cautious=False):
+        super(kind, self).__init__(params, lr=lr)
+        self.param_groups[0].update(storage_dtype=storage_dtype, cautious=cautious)
+
+    kind = type(name, (torch.optim.AdamW,), {"__init__": init, "__module__": module})
+    return lambda parameters: kind(parameters, lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "twin"),
+    [
+        (torch.optim.SGD, torch.optim.SGD),
+        (SGD, SGD),
+        (torch_bf16.AdamW, torch.optim.AdamW),
+        (partial(torch_bf16.AdamW, cautious=True), torch_bf16.AdamW),
+        (other("AdamW8bit", "torchao.optim", storage_dtype="bfloat16"), torch.optim.AdamW),
+        (other("AdamW8bit", "torchao.optim", cautious=True), "AdamW8bit"),
+        (other("AdamW8bit", "mine"), "AdamW8bit"),
+    ],
+)
+def test_a_twin_is_torchs_only_if_it_has_the_same_rule(make, twin):
+    model = torch.nn.Linear(4, 4)
+    trained = row_of("32-true").prepare(model, lambda: make(model.parameters()), 0)
+    found = type(trained.twin({p: torch.nn.Parameter(p.clone()) for p in model.parameters()}))
+    assert twin in (found, found.__name__)
+
+
+@pytest.mark.parametrize(("compute", "dtype"), [("fp32", torch.float32), ("", torch.bfloat16)])
+def test_recipes_compute_in_what_the_environment_says(compute, dtype, monkeypatch):
+    monkeypatch.setenv("BF16_COMPUTE", compute)
+    row = row_of("bf16-stochastic")
+    assert row.description.endswith("fp32 compute" if compute else "bf16 autocast")
+    training, seen = OngoingRun(plan_of(), row, 0), []
+    linear = training._trained.model.first
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    next(training.steps())
+    assert (seen, linear.weight.dtype) == ([dtype], torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_an_optimizer_that_finds_its_rate_trains(precision):
+    found = trained(plan_of("mine_to_compare:own_rate", steps=4), row_of(precision))
+    assert (len(found.losses), found.broken_at) == (4, None)
+
+
+def test_sparse_gradients_have_no_shares():
+    found = trained(plan_of("mine_to_compare:sparse", steps=4), row_of("32-true"))
+    assert found.unmeasured == "the gradient of table.weight is sparse, and has no samples"
+    assert found.bytes["gradients"] == 5 * 4 * 4 + 5 * 8
+
+
+def test_a_run_that_broke_early_does_not_count_among_those_that_ended():
+    def looked(seed, losses, unmoved):
+        found = run("a", seed, losses)
+        found.parameters, found.unmoved = 8, {"layer": [unmoved, 8]}
+        found.bytes = {} if len(losses) == 1 else {"weights": 32}
+        found.ends = [*range(1, len(losses))]
+        return found
+
+    nan = float("nan")
+    broken = [looked(0, [nan], 8), looked(1, [3.0, nan], 5)]
+    (row,) = analyse({"a": [*broken, looked(2, BASE, 2)]}, "a")["rows"]
+    assert (row["unmoved"], row["layers"]["layer"]["numel"], row["bytes"]) == (
+        0.25,
+        8,
+        {"weights": 4},
+    )
+    (row,) = analyse({"a": broken}, "a")["rows"]
+    assert row["unmoved"] == 0.625
+    (row,) = analyse({"a": broken[:1]}, "a")["rows"]
+    assert (row["unmoved"], row["bytes"], row["layers"]) == (None, None, {})
+
+
 def test_a_loss_that_is_no_number_ends_the_run_and_convicts_the_row():
     plan = plan_of("mine_to_compare:diverging")
     rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
@@ -197,7 +280,9 @@ def test_an_optimizer_of_whole_matrices_has_no_shares():
     plan = plan_of(optimizer="torch.optim.Adafactor")
     rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
     found = analyse(rows, "32-true")
-    for row in found["rows"]:
+    # Whichever row others are compared with.
+    rows = {name: [trained(plan, row_of(name))] for name in ("bf16-true", "32-true")}
+    for row in (*found["rows"], *analyse(rows, "bf16-true")["rows"]):
         assert row["unmeasured"] == "Adafactor does not update elements one by one"
         assert row["survived"] is None
         assert row["unmoved"] is not None
@@ -241,6 +326,35 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
     found = analyse(rows, "a")
     judge(found)
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
+
+
+def test_an_accuracy_is_judged_by_its_fall():
+    """The same numbers, upside down."""
+    for low, verdict in ((0.1, "loses"), (-0.1, "as good")):
+        rows = {
+            "a": [run("a", seed, [-v for v in BASE]) for seed in range(3)],
+            "b": [run("b", seed, [-3.0, -2.0, *[-1 - low - 0.01 * seed] * 2]) for seed in range(3)],
+        }
+        found = analyse(rows, "a", "higher")
+        judge(found)
+        assert (found["rows"][1]["verdict"], found["improvement"]) == (verdict, 2.0)
+        assert found["rows"][1]["learned"] == pytest.approx(1 - (low + 0.01) / 2)
+        assert found["sentences"][0].startswith("b ends " + ("0.1100 b" if low > 0 else "no lower"))
+
+
+@pytest.mark.parametrize(("scale", "said"), [(1, "0.1100 below"), (1e-6, "0.000000110 below")])
+def test_a_row_that_ends_better_is_said_to_end_no_higher(scale, said):
+    rows = {
+        name: [
+            run(name, n, [scale * (v - low * (i > 1) * (1 + n / 10)) for i, v in enumerate(BASE)])
+            for n in range(3)
+        ]
+        for name, low in (("a", 0.0), ("b", 0.1))
+    }
+    found = analyse(rows, "a")
+    judge(found)
+    assert found["sentences"][0] == "b ends no higher than a"
+    assert found["sentences"][1].startswith(f"b ends {said}, 95 % interval -")
 
 
 def test_what_was_learned_before_the_compared_steps_does_not_count():

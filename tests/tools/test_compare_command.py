@@ -5,13 +5,15 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from compare_cases import FACTORIES
+from compare_cases import FACTORIES, plan_of
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.compare import progress
+from torch_bf16.tools.compare.store import Store
 from torch_bf16.tools.compare.subject import subject_of
 from torch_bf16.tools.compare.training import OngoingRun
 
@@ -125,7 +127,44 @@ def test_runs_of_other_settings_are_not_mixed_in(tmp_path, capsys):
     source.write_text(source.read_text() + "\nchanged = True\n")
     assert compare("mine_to_compare:make", *QUICK) == 2
     assert "was made with model 'mine_to_compare:make " in capsys.readouterr().err
-    assert compare("mine_to_compare:make", *QUICK, "--fresh") != 2
+    runs = tmp_path / "compare" / "runs"
+    for name in ("gpt-seed1.pt", "gpt-seed1.json"):
+        (runs / name).write_text("{}")
+    (runs / "bf16-true-seed1.pt").write_text("damaged")
+    assert (
+        compare("mine_to_compare:make", *QUICK[2:], "--fresh", "--precisions", "32-true,bf16-mixed")
+        != 2
+    )
+    rows = {each.name for each in runs.iterdir()}
+    assert {"gpt-seed1.pt", "gpt-seed1.json", "bf16-true-seed1.pt"} < rows
+    assert "bf16-true-seed0.json" not in rows
+
+
+def test_a_folder_is_one_process_at_a_time(capsys):
+    with Store(Path("compare"), plan_of()):
+        assert compare("mine_to_compare:make", *QUICK) == 2
+    said = f"another compare, process {os.getpid()}, is training in compare: wait for it"
+    assert said in capsys.readouterr().err
+    assert compare("mine_to_compare:make", *QUICK) != 2
+
+
+def test_ctrl_c_in_the_last_step_of_a_broken_run_is_not_lost(tmp_path, capsys, monkeypatch):
+    finish = OngoingRun.finish
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return finish(self)
+
+    monkeypatch.setattr(OngoingRun, "finish", interrupted)
+    for row in ("32-true", "bf16-true"):
+        assert compare("mine_to_compare:diverging", *QUICK) == 130
+        assert f"stopped after {row}, seed 0; the same" in capsys.readouterr().err
+    text = (tmp_path / "compare" / "runs" / "bf16-true-seed0.json").read_text()
+    assert json.loads(text)["run"]["losses"] == [None]
+    assert "NaN" not in text
+    monkeypatch.setattr(OngoingRun, "finish", finish)
+    assert compare("mine_to_compare:diverging", *QUICK) == 1
+    assert "bf16-true is broken: its loss is no longer a number (seed 0" in capsys.readouterr().out
 
 
 SCRIPT = """
@@ -197,6 +236,8 @@ BAD = {
     "three_numbers": "returned an int as the model",
     "no_batches": "the batches are empty",
     "few_batches": "ended after 3 batches",
+    "kept_model": "returned the same model again, and each run must begin from new weights",
+    "kept_part": "returned the same first.weight again",
     "lowered": "returned a model with weights in torch.bfloat16; return it in fp32",
     "frozen": "returned a model without trainable parameters",
     "wrong_batch": "failed on a batch",
@@ -234,6 +275,10 @@ def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
         (["--device", "cuda:77"], "--device cuda:77 cannot be used here"),
         (["--reference", "bf16-mixed"], "'bf16-mixed' is not a row; those: 32-true"),
         (["--metric", "loss"], "--metric is for runs that exist"),
+        (["--better", "higher"], "--better is for runs that exist"),
+        (["--also", "a b=SGD", "--also", "A_b=SGD"], "rows 'a b' and 'A_b' would be kept in files"),
+        (["--json", "x.html", "--html", "x.html"], "--json and --html would both write x.html"),
+        (["--plot", "compare.json.png", "--html", "compare.json.png"], "--plot and --html would"),
         (["--text", "words.txt"], "is for the built-in model"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),

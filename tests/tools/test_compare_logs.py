@@ -87,6 +87,31 @@ def test_the_one_mean_at_the_end_of_a_trainers_log_is_not_its_loss(tmp_path, cap
     assert (status, found["measure"]) == (1, "loss")
 
 
+def test_a_metric_that_rises_needs_a_direction(tmp_path, capsys):
+    for name, values in (("fp32", [0.1, 0.5, 0.9, 0.9]), ("bf16", [0.1, 0.4, 0.7, 0.7])):
+        lightning_csv(tmp_path / name, values, "accuracy")
+    status, _, err = compare(capsys, "fp32", "bf16", "--metric", "accuracy")
+    assert status == 2
+    assert "accuracy of fp32 rises by 0.800, so that it may be no loss: say which values" in err
+    for better, status, worse in (("higher", 1, "Below"), ("lower", 0, "Above")):
+        words = "fp32", "bf16", "--metric", "accuracy", "--better", better
+        assert compare(capsys, *words)[0] == status
+        assert f"{worse} 0 is worse than fp32" in (tmp_path / "compare/compare.html").read_text()
+    cli.main(["compare", "compare/compare.json"])
+    assert "      accuracy  difference" in capsys.readouterr().out
+
+
+def test_a_record_of_other_runs_is_not_replaced(tmp_path, capsys):
+    for name in ("a", "b", "c"):
+        lightning_csv(tmp_path / name, LOSSES)
+    for words, replaced in ((["a", "b"], True), (["a", "b", "c"], True), (["a", "c"], False)):
+        status, _, err = compare(capsys, *words)
+        assert (status != 2) == replaced
+    assert (
+        "compares train_loss of a, b, c, and would be replaced by a comparison of train_lo" in err
+    )
+
+
 def test_folders_with_an_equals_sign_are_folders(tmp_path, capsys):
     for name in ("lr=0.001", "lr=0.01"):
         trainer_state(tmp_path / name, LOSSES)
@@ -99,7 +124,7 @@ def test_folders_with_an_equals_sign_are_folders(tmp_path, capsys):
         (["./runs=1/t.db"], ["one", "two"]),
         (["runs=1/t.db:one", "x=runs=1/t.db:two"], ["t.db:one", "x"]),
     ):
-        status, found, err = compare(capsys, *words)
+        status, found, err = compare(capsys, *words, "--out", f"out {words[0]!r:.3} {len(rows[1])}")
         assert status != 2, err
         assert [row["name"] for row in found["rows"]] == rows
 
@@ -113,7 +138,7 @@ def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     assert found["rows"][0]["ms"]["p50"] == 2000
     cli.main(["compare", str(path)])
     assert " 2,000 (2,000 to 2,000)" in capsys.readouterr().out
-    status, found, _ = compare(capsys, f"{path}:fp32", f"same={path}:fp32")
+    status, found, _ = compare(capsys, f"{path}:fp32", f"same={path}:fp32", "--out", "x")
     assert (status, found["rows"][1]["against"]["mean"]) == (0, 0.0)
 
 

@@ -142,3 +142,5 @@ def test_a_row_that_broke_ends_where_it_did():
     assert found["rows"][1]["difference"] is None
     assert tree(page(found)) is not None
     assert "no number" in page(found)
+    rows["c"] = [run("c", 0, [float("nan")])]
+    assert "c <b>no number</b>" in page(found_of(rows))

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,6 +21,7 @@ __all__ = [
     "count_to",
     "device_argument",
     "file_to_write",
+    "keep_apart",
     "keep_inputs",
     "picture_to_write",
     "positive_number",
@@ -138,6 +139,23 @@ def keep_inputs(output: Path | str | None, *inputs: Path | str | None) -> None:
                 f"{output} lies in what would be read, {folder}, and would be overwritten: give "
                 "another name for the output, or remove that file first"
             )
+
+
+def keep_apart(outputs: Mapping[str, Path | str | None]) -> None:
+    """Raise ValueError if two outputs of a command are one file.
+
+    Args:
+        outputs: the file, another target, or None, by what writes it.
+    """
+    taken: dict[str, str] = {}
+    for name, output in outputs.items():
+        if isinstance(output, Path):
+            other = taken.setdefault(os.path.realpath(output), name)
+            if other != name:
+                raise ValueError(
+                    f"{other} and {name} would both write {output}, and only the last would be "
+                    "left: give one of them another name"
+                )
 
 
 def quantity(text: str) -> Fraction | None:

@@ -76,5 +76,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> int:
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    parts = [
+        part
+        for each in tensors
+        for part in ((each._indices(), each._values()) if each.is_sparse else (each,))
+    ]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in parts}
     return sum(storage.nbytes() for storage in storages.values())

@@ -19,6 +19,7 @@ from torch_bf16.tools.arguments import (
     count,
     count_to,
     device_argument,
+    keep_apart,
     picture_to_write,
     refuse,
 )
@@ -160,6 +161,7 @@ def bench(options: argparse.Namespace) -> int:
             asks for cannot be timed here.
     """
     _settle(options)
+    keep_apart({"--json": options.json, "--plot": options.plot})
     if (found := options.record) is None:
         found = (_measure_training if options.training else _measure_steps)(options)
     training = found.get("kind") == "training"
@@ -232,7 +234,6 @@ def _measure_steps(options: argparse.Namespace) -> dict[str, Any]:
     setting = {
         "command": command_line(options.arguments),
         "model": options.model,
-        "rounds": options.rounds,
         "backend": choose(device, options.backend).name,
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
@@ -285,10 +286,25 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
     missing |= {each.name: each.needs[1] for each in found if each.needs and not each.installed}
     found = [each for each in found if each.installed]
     baseline = known[options.baseline]
+    # On another device it would not run with its library either.
+    here = baseline.only_on in (None, options.device.type)
+    if here and (package := _lacking(baseline)) is not None:
+        raise ValueError(
+            f"the baseline {baseline.name!r} needs {package}, which is not installed: pip install "
+            f"-U {package}, or choose another --baseline"
+        )
     more = in_ways((baseline, *recipes), options.ways)
     # Ours beside the baseline, so that a run that is interrupted has them.
     chosen = {each.name: each for each in (baseline, *recipes, *found, *more)}
-    return list(chosen.values()), missing, options.baseline
+    return [each.on_backend(options.backend) for each in chosen.values()], missing, baseline.name
+
+
+def _lacking(entry: Entry) -> str | None:
+    """The package that an entry needs, if it is not installed."""
+    peer = next((each for each in PEERS.values() if entry in each.entries), None)
+    if peer is not None and not peer.installed:
+        return peer.pip
+    return entry.needs[1] if entry.needs and not entry.installed else None
 
 
 def _shapes(options: argparse.Namespace) -> Shapes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ __all__ = ["OPTIONS", "OURS", "Entry", "of_recipe", "ours"]
 
 # The same for all entries, so that none gains by skipping a term.
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_EAGER_SCRATCH = 48
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Entry:
         only_on: the device type that it needs; None for any.
         way: how its steps are taken, one of ``WAYS``; None for gradients that stay where they are.
         needs: a library that it needs beside its peer's: the module's name, and the package's.
+        is_ours: whether the optimizer is one of this package.
     """
 
     name: str
@@ -57,16 +59,19 @@ class Entry:
     only_on: str | None = None
     way: str | None = None
     needs: tuple[str, str] | None = None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the optimizer is one of this package."""
-        return self.target.startswith("torch_bf16:")
+    is_ours: bool = False
 
     @property
     def installed(self) -> bool:
         """Whether the library that it needs can be found; importing it may still fail."""
         return self.needs is None or importlib.util.find_spec(self.needs[0]) is not None
+
+    def on_backend(self, backend: str | None) -> Entry:
+        """The same with this backend, None for the one of the device, if it is one of ours."""
+        if not self.is_ours:
+            return self
+        scratch = _EAGER_SCRATCH if backend == "eager" else 0
+        return replace(self, attributes={**self.attributes, "backend": backend}, scratch=scratch)
 
     def make(self, shapes: Shapes, device: torch.device) -> torch.optim.Optimizer:
         """Make the optimizer over parameters of these shapes, each with a gradient."""
@@ -127,7 +132,6 @@ def of_recipe(
         # Vectors keep masters and fp32 moments; there are few of them.
         estimate=2.1 + recipe.bytes_per_parameter,
         options={"recipe": recipe},
-        attributes={"backend": backend},
-        scratch=0 if backend != "eager" else 48,
+        is_ours=True,
         **attributes,
-    )
+    ).on_backend(backend)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_bf16.tools.output import number
+
 from .entries import Entry
 from .models import Shapes
 
@@ -44,16 +46,16 @@ def groups_that_fit(
             fitting.append(each)
         else:
             failures[each.name] = (
-                f"needs about {need(each) / 2**30:.1f} GiB on {device}, "
-                f"where {available / 2**30:.1f} GiB can be used"
+                f"needs about {number(need(each) / 2**30)} GiB on {device}, "
+                f"where {number(available / 2**30)} GiB can be used"
             )
     if available is not None and baseline not in fitting:
         total = sum(map(math.prod, shapes))
         fits = int(total * available / need(baseline)) // 10**6
+        smaller = f"a smaller --model, or --model random --parameters {fits}e6"
         raise MemoryError(
-            f"the baseline {baseline.name!r} {failures[baseline.name]}. Free memory, "
-            "choose a --baseline that stores less, a smaller --model, or "
-            f"--model random --parameters {fits}e6"
+            f"the baseline {baseline.name!r} {failures[baseline.name]}. Free memory"
+            + (f", choose a --baseline that stores less, {smaller}" if fits else "")
         )
     return group_entries(fitting, need, available, most)
 

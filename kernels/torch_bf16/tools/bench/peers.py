@@ -97,7 +97,9 @@ def _stable(library: str) -> Entry:
 
 def _ours_with(option: str) -> Entry:
     name, made = f"{option.replace('_', ' ')} 8 bytes", {option: True}
-    return Entry(name, "ours, in bf16-stochastic", "torch_bf16:AdamW", 10.1, made, scratch=0)
+    return Entry(
+        name, "ours, in bf16-stochastic", "torch_bf16:AdamW", 10.1, made, scratch=0, is_ours=True
+    )
 
 
 BASELINE = "torch fused fp32"
@@ -238,6 +240,7 @@ PEERS: dict[str, Peer] = {
             "torch_bf16:AdamWScheduleFree",
             estimate=10.1,
             scratch=0,
+            is_ours=True,
         ),
     ),
     "variants": _peer("torch", *map(_stable, _STABLE), *map(_ours_with, VARIANTS)),
@@ -259,6 +262,7 @@ PEERS: dict[str, Peer] = {
                 estimate=2.1 + get_recipe(name).bytes_per_parameter,
                 options={"recipe": get_recipe(name, offload="states")},
                 scratch=0,
+                is_ours=True,
             )
             for name in ("bf16-stochastic", "bf16-fp32-master")
         ),
@@ -283,7 +287,7 @@ PEERS: dict[str, Peer] = {
             compiles=True,
             needs=("heavyball", "heavyball"),
         ),
-        _muon_entry("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16"),
+        _muon_entry("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16", is_ours=True),
         pip="torch",
     ),
 }

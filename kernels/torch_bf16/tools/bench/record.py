@@ -35,7 +35,7 @@ def record(
 
     Args:
         measured: the run.
-        setting: the command, and the names of model, backend, baseline and rules; the rounds.
+        setting: the command, and the names of model, backend, baseline and rules.
         shapes: the shapes of the parameters.
         device: the device that it ran on.
         before: the device's state before the run.
@@ -45,6 +45,7 @@ def record(
     copy = spread(np.array(measured.copy_rates) / 1e9)
     parameters, cache = sum(map(prod, shapes)), clock_for(device).cache_bytes()
     base = next(e.moved for e in measured.results if e.entry.name == setting["baseline"])
+    rounds = min(len(each.seconds) for each in measured.results)
     rows = [
         _row(each, parameters, copy["median"], (peaks or {}).get(each.entry.name), base)
         for each in measured.results
@@ -53,6 +54,7 @@ def record(
         "schema": 1,
         "date": date(),
         **setting,
+        "rounds": rounds,
         "parameters": parameters,
         "tensors": len(shapes),
         "device_type": device.type,
@@ -68,7 +70,7 @@ def record(
         "results": rows,
         "failed": measured.failures,
         "missing": dict(missing or {}),
-        "notes": _notes(measured, setting["baseline"], cache),
+        "notes": _notes(measured, setting["baseline"], cache, rounds),
     }
 
 
@@ -106,10 +108,9 @@ def spread(values: np.ndarray) -> dict[str, float]:
     return {name: float(np.percentile(values, q)) for name, q in _QUANTILES.items()}
 
 
-def _notes(measured: Measured, baseline: str, cache: int | None) -> list[str]:
+def _notes(measured: Measured, baseline: str, cache: int | None, rounds: int) -> list[str]:
     notes = []
     if measured.interrupted:
-        rounds = min(len(result.seconds) for result in measured.results)
         notes.append(f"interrupted after {rounds} rounds")
     together = [result for result in measured.results if result.interleaved]
     if len(measured.groups) > 1:

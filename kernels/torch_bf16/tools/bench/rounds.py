@@ -117,7 +117,7 @@ def measure(
 
     Raises:
         MemoryError: the baseline does not fit.
-        ValueError: the baseline failed.
+        ValueError: the baseline failed, before or in the first rounds.
         KeyboardInterrupt: Ctrl-C came before the first round was complete.
     """
     clock = clock_for(device)
@@ -127,14 +127,21 @@ def measure(
     measured = Measured(ours=[each.name for each in entries if each.is_ours])
     waiting = groups_that_fit(entries, shapes, device, available, most, measured.failures)
     finished: dict[str, Result] = {}
+
+    def fail(entry: Entry, why: str) -> None:
+        measured.failures[entry.name] = why
+        # Its times are those of the first group.
+        if entry is baseline and baseline.name not in finished:
+            raise ValueError(f"the baseline {baseline.name!r} failed: {why}")
+
     while waiting:
         group = waiting.pop(0)
         if waiting or measured.groups:
             progress("in memory together: " + ", ".join(each.name for each in group))
         try:
-            running = _start(group, shapes, clock, first_seconds, measured, waiting, progress)
+            running = _start(group, shapes, clock, first_seconds, fail, waiting, progress)
             copy = Copy(_COPY_BYTES[device.type], clock)
-            measured.interrupted = not _rounds(running, copy, clock, rounds, measured.failures)
+            measured.interrupted = not _rounds(running, copy, clock, rounds, fail)
         except KeyboardInterrupt:
             if not finished:
                 raise
@@ -150,15 +157,12 @@ def measure(
         beside = next((each for each in running if each.entry is baseline), None)
         if beside is not None:
             references = [np.array(beside.seconds), np.array(beside.seconds_after_product)]
-        elif (found := finished.get(baseline.name)) is not None:
+        else:
+            found = finished[baseline.name]
             references = [found.seconds, found.seconds_after_product]
             references = [
                 np.median(each, keepdims=True) if len(each) else each for each in references
             ]
-        else:
-            raise ValueError(
-                f"the baseline {baseline.name!r} failed: {measured.failures[baseline.name]}"
-            )
         for each in running:
             # The baseline is in several groups; its figures are those of the first group.
             result = _result(each, references, beside is not None)
@@ -185,7 +189,7 @@ def _start(
     shapes: Shapes,
     clock: Clock,
     first_seconds: float,
-    measured: Measured,
+    fail: Callable[[Entry, str], None],
     waiting: list[list[Entry]],
     progress: Callable[[str], None],
 ) -> list[Running]:
@@ -209,12 +213,16 @@ def _start(
             waiting.append([group[0], each] if len(group) > 2 else [each])
         else:
             progress(f"{each.name}: {error}")
-            measured.failures[each.name] = error
+            fail(each, error)
     return running
 
 
 def _rounds(
-    running: list[Running], copy: Copy, clock: Clock, rounds: int, failures: dict[str, str]
+    running: list[Running],
+    copy: Copy,
+    clock: Clock,
+    rounds: int,
+    fail: Callable[[Entry, str], None],
 ) -> bool:
     """Take all rounds; False if Ctrl-C ended them and only complete ones were kept."""
     gc.collect()
@@ -232,9 +240,9 @@ def _rounds(
                     try:
                         each.run(clock, number >= 0)
                     except Exception as raised:
-                        failures[each.entry.name] = _one_line(raised)
                         each.close()
                         running.remove(each)
+                        fail(each.entry, _one_line(raised))
                 complete += number >= 0
         return True
     except KeyboardInterrupt:

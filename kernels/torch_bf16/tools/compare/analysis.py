@@ -11,6 +11,7 @@ import numpy as np
 from .intervals import Interval, band_of, smooth
 from .rows import FP32, MIXED
 from .training import Run
+from .verdict import LOWER
 
 __all__ = ["Series", "analyse"]
 
@@ -81,33 +82,37 @@ class Series:
         return sorted({round(i) for i in np.linspace(0, n - 1, min(n, _POINTS))})
 
 
-def analyse(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, Any]:
+def analyse(
+    by_row: Mapping[str, Sequence[Run]], reference: str, better: str = LOWER
+) -> dict[str, Any]:
     """Figures of all rows, ready for JSON.
 
     Args:
         by_row: runs by the row's name; the n-th runs of two rows are a pair.
         reference: the row that others are compared with.
+        better: ``"lower"`` if what was measured is better where it is lower, or ``"higher"``.
     """
     series = Series([run for runs in by_row.values() for run in runs])
     base = by_row[reference]
-    improvement = float(np.mean([series.first(run) - series.final(run) for run in base]))
-    rows = [_row(name, runs, base, series, improvement) for name, runs in by_row.items()]
-    _check_twins(rows, reference)
+    fall = float(np.mean([series.first(run) - series.final(run) for run in base]))
+    rows = [_row(name, runs, base, series, fall) for name, runs in by_row.items()]
+    _check_twins(rows)
     return {
         "reference": reference,
+        "better": better,
         "steps": [series.steps[i] for i in series.points],
         "first_step": series.steps[0],
         "last_step": series.steps[-1],
         "smoothed_over": series.window,
         "final_over": series.tail,
         "shortened": series.shortened,
-        "improvement": _number(improvement),
+        "improvement": _number(fall if better == LOWER else -fall),
         "rows": rows,
     }
 
 
 def _row(
-    name: str, runs: Sequence[Run], base: Sequence[Run], series: Series, improvement: float
+    name: str, runs: Sequence[Run], base: Sequence[Run], series: Series, fall: float
 ) -> dict[str, Any]:
     pairs = [(a, b) for a, b in zip(runs, base, strict=False) if a is not b]
     whole = [(a, b) for a, b in pairs if series.whole(a) and series.whole(b)]
@@ -127,10 +132,10 @@ def _row(
         "finals": [_number(each) for each in finals],
         "pairs": len(whole),
         "against": None if against is None else _interval(against),
-        "learned": _number(1 - against.mean / improvement) if against and improvement > 0 else None,
+        "learned": _number(1 - against.mean / fall) if against and fall else None,
         "broken": {str(run.seed): run.broken_at for run in runs if run.broken_at is not None},
         "parameters": runs[0].parameters or None,
-        "bytes": _bytes(runs[0]),
+        "bytes": next(filter(None, map(_bytes, runs)), None),
         "ms": _times([run.seconds for run in runs]),
         "optimizer_ms": _times([run.optimizer_seconds for run in runs]),
         **_updates(runs),
@@ -162,8 +167,13 @@ def _times(seconds: Sequence[Sequence[float]]) -> dict[str, float] | None:
 
 
 def _updates(runs: Sequence[Run]) -> dict[str, Any]:
-    """The shares of updates that were kept, by layer and window, over all seeds."""
-    known = [run for run in runs if run.survived and run.ends]
+    """The shares of updates that were kept, by layer and window, over all seeds.
+
+    A run that broke has few windows, so it counts only if all did.
+    """
+    looked = [run for run in runs if run.ends]
+    looked = [run for run in looked if run.broken_at is None] or looked
+    known = [run for run in looked if run.survived]
     windows = min((len(run.ends) for run in known), default=0)
     layers: dict[str, Any] = {}
     intended = stored = 0.0
@@ -180,37 +190,42 @@ def _updates(runs: Sequence[Run]) -> dict[str, Any]:
         }
         stored, intended = stored + float(kept.sum()), intended + float(total)
     counts: dict[str, np.ndarray] = {}
-    for run in runs:
+    for run in looked:
         for layer, pair in run.unmoved.items():
             counts[layer] = counts.get(layer, np.zeros(2)) + np.array(pair)
     for layer, (stood, numel) in counts.items():
         layers.setdefault(layer, {"windows": [], "survived": None, "survived_at_most": None})
-        layers[layer] |= {"unmoved": _number(stood / numel), "numel": int(numel) // len(runs)}
+        layers[layer] |= {"unmoved": _number(stood / numel), "numel": int(numel) // len(looked)}
     stood, numel = sum(counts.values(), np.zeros(2))
     return {
         "ends": known[0].ends[:windows] if windows else [],
         "layers": layers,
         "survived": _number(stored / intended) if intended else None,
         "unmoved": _number(stood / numel) if numel else None,
-        "unmeasured": runs[0].unmeasured,
-        "undecoded": runs[0].undecoded,
+        "unmeasured": next((run.unmeasured for run in looked), None),
+        "undecoded": any(run.undecoded for run in looked),
     }
 
 
-def _check_twins(rows: list[dict[str, Any]], reference: str) -> None:
-    """Discard the shares of an optimizer whose twin, over samples, does not step as it does."""
-    base = next(row for row in rows if row["name"] == reference)
-    kept = [each["survived"] for each in base["layers"].values() if each["survived"] is not None]
-    worst = max((abs(1 - share) for share in kept), default=0.0)
-    if reference not in (FP32, MIXED) or worst < _TWIN:
-        return
-    kind = base["options"].partition("(")[0]
+def _check_twins(rows: list[dict[str, Any]]) -> None:
+    """Discard the shares of optimizers whose twin, over samples, does not step as they do."""
+    wrong = {
+        _kind(row)
+        for row in rows
+        if row["name"] in (FP32, MIXED)
+        for each in row["layers"].values()
+        if each["survived"] is not None and abs(1 - each["survived"]) >= _TWIN
+    }
     for row in rows:
-        if row["options"].partition("(")[0] == kind:
+        if (kind := _kind(row)) in wrong:
             row["unmeasured"] = f"{kind} does not update elements one by one"
             row["survived"], row["ends"] = None, []
             for layer in row["layers"].values():
                 layer.update(windows=[], survived=None, survived_at_most=None)
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return row["options"].partition("(")[0]
 
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -28,7 +28,9 @@ class Curve:
         self.name, self.colour, self.values = name, colour, values
 
 
-def curves(steps: Sequence[int], lines: Sequence[Curve], low: float, high: float) -> str:
+def curves(
+    steps: Sequence[int], lines: Sequence[Curve], low: float, high: float, decimals: int = 3
+) -> str:
     """Lines over each other, labelled where they end.
 
     Args:
@@ -36,16 +38,18 @@ def curves(steps: Sequence[int], lines: Sequence[Curve], low: float, high: float
         lines: the reference first; it is drawn over the others.
         low: the lower end of the vertical scale.
         high: its upper end; lines are cut off above it.
+        decimals: those of the last values, which stand beside the labels.
     """
     height = max(280.0, 26 + _GAP * len(lines))
     y = _linear(low, high)
     marks = [_grid(y(tick)) for tick in _ticks(low, high)]
     marks += [_path(steps, each, y, 2.5 if n == 0 else 1.6) for n, each in enumerate(lines)][::-1]
     texts = [_tick(y(tick), f"{tick:g}") for tick in _ticks(low, high)]
-    ends = [next((v for v in reversed(each.values) if v is not None), high) for each in lines]
-    places = _apart([y(end) * height for end in ends], height)
+    ends = [next((v for v in reversed(each.values) if v is not None), None) for each in lines]
+    places = _apart([y(high if end is None else end) * height for end in ends], height)
     for each, end, place in zip(lines, ends, places, strict=True):
-        label = f"{escape(each.name)} <b>{end:.3f}</b>"
+        value = "no number" if end is None else f"{end:.{decimals}f}"
+        label = f"{escape(each.name)} <b>{value}</b>"
         texts.append(
             f'<span class="t end" style="top:{place:.1f}px;color:{each.colour}">{label}</span>'
         )

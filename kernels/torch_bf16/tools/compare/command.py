@@ -15,6 +15,7 @@ from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
     file_to_write,
+    keep_apart,
     keep_inputs,
     picture_to_write,
     positive_number,
@@ -22,7 +23,15 @@ from torch_bf16.tools.arguments import (
 )
 from torch_bf16.tools.factory import CONTRACT, is_factory
 from torch_bf16.tools.machine import hardware, versions
-from torch_bf16.tools.output import command_line, date, publish, say, write_json, write_text
+from torch_bf16.tools.output import (
+    command_line,
+    date,
+    number,
+    publish,
+    say,
+    write_json,
+    write_text,
+)
 
 from .analysis import analyse
 from .figure import draw
@@ -32,10 +41,10 @@ from .reading import runs_of
 from .report import show
 from .rows import DEFAULT, KNOWN, Row, also_argument, choice_of, row_of
 from .sessions import train_all
-from .store import Store
+from .store import Store, file_stem
 from .subject import subject_of
 from .training import Plan, Run
-from .verdict import judge
+from .verdict import HIGHER, LOWER, judge
 
 __all__ = ["add_compare_arguments", "compare"]
 
@@ -97,6 +106,11 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--metric", metavar="NAME", help="metric of existing runs (default: their loss)"
     )
     parser.add_argument(
+        "--better",
+        choices=(LOWER, HIGHER),
+        help=f"which values of --metric are better (default: {LOWER}, if the reference's fall)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("compare"),
@@ -125,8 +139,13 @@ def compare(options: argparse.Namespace) -> int:
     for output in (options.html, options.plot, options.json):
         keep_inputs(output, *files)
     record = _record_path(options.what)
+    page_file = _page_file(options, keep=record is None)
+    shown = {"--plot": options.plot, "--html" if options.html else "the page": page_file}
+    keep_apart({"--json": options.json, **shown})
+    # The record is the same as what --json writes.
+    keep_apart({"the record": options.out / _RECORD if record is None else None, **shown})
     if record is not None:
-        names = (*_ONLY_TRAINED, "reference", "metric")
+        names = (*_ONLY_TRAINED, "reference", "metric", "better")
         refuse(options, names, f"{record} is a record, and is only shown again")
         found = _load(record)
     elif not options.what or _one_factory(options.what):
@@ -135,9 +154,10 @@ def compare(options: argparse.Namespace) -> int:
         refuse(options, _ONLY_TRAINED, "runs that exist are read and nothing is trained")
         rows, metric = runs_of(options.what, options.metric)
         reference = _reference(options.reference, [*rows])
-        about = {"what": "runs that exist", "measure": metric}
-        _keep_other_record(options.out, about["what"])
-        found = _analyse(rows, reference, about)
+        about = {"what": "runs that exist", "measure": metric, "runs": sorted(options.what)}
+        _keep_other_record(options.out, about)
+        found = _analyse(rows, reference, about, options.better or LOWER)
+        _check_direction(found, options)
         found["environment"] = {}
     if record is None:
         found["command"] = command_line(options.arguments)
@@ -150,8 +170,9 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     factory = options.what[0] if options.what else None
     if factory and options.text:
         raise ValueError(f"--text is for the built-in model, and {factory} has batches of its own")
-    if options.metric:
-        raise ValueError("--metric is for runs that exist; a model is compared by its own loss")
+    if options.metric or options.better:
+        name = "--metric" if options.metric else "--better"
+        raise ValueError(f"{name} is for runs that exist; a model is compared by its own loss")
     rows = _rows(options)
     if len(rows) < 2:
         found = f"one row, {rows[0].name}" if rows else "no row"
@@ -176,16 +197,17 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         )
     about = {"what": plan.subject.name, "measure": "training loss"}
     if not options.fresh:
-        _keep_other_record(options.out, about["what"])
-    store = Store(options.out, plan)
-    if options.fresh:
-        store.clear()
-    runs = train_all(plan, rows, options.seeds or _SEEDS, store)
+        _keep_other_record(options.out, about)
+    seeds = options.seeds or _SEEDS
+    with Store(options.out, plan) as store:
+        if options.fresh:
+            store.clear(rows, seeds)
+        runs = train_all(plan, rows, seeds, store)
     found = _analyse(runs, reference, about)
     for row, result in zip(rows, found["rows"], strict=True):
         result["described"] = row.description
     found["settings"] = {
-        **{"steps": plan.steps, "seeds": options.seeds or _SEEDS, "schedule": plan.schedule},
+        **{"steps": plan.steps, "seeds": seeds, "schedule": plan.schedule},
         **({} if has_optimizer else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
     }
     found["environment"] = {
@@ -197,12 +219,26 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _analyse(
-    rows: Mapping[str, Sequence[Run]], reference: str, about: Mapping[str, str]
+    rows: Mapping[str, Sequence[Run]],
+    reference: str,
+    about: Mapping[str, Any],
+    better: str = LOWER,
 ) -> dict[str, Any]:
-    found = {"schema": 1, "kind": "compare", **about, **analyse(rows, reference)}
+    found = {"schema": 1, "kind": "compare", **about, **analyse(rows, reference, better)}
     judge(found)
     found["notes"] = _notes(found, rows)
     return found
+
+
+def _check_direction(found: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Refuse to take a metric for a loss that does not fall as one."""
+    fall = found["improvement"]
+    if options.metric and not options.better and fall is not None and fall <= 0:
+        how = "does not change" if fall == 0 else f"rises by {number(-fall)}"
+        raise ValueError(
+            f"{options.metric} of {found['reference']} {how}, so that it may be no loss: say which "
+            f"values are better, --better {HIGHER} or --better {LOWER}"
+        )
 
 
 def _notes(found: Mapping[str, Any], rows: Mapping[str, Sequence[Run]]) -> list[str]:
@@ -234,11 +270,24 @@ def _rows(options: argparse.Namespace) -> list[Row]:
     rows += [also_argument(text) for text in options.also or ()]
     if twice := {row.name for row in rows if [r.name for r in rows].count(row.name) > 1}:
         raise ValueError(f"two rows have the name {', '.join(sorted(twice))}")
+    files: dict[str, str] = {}
+    for row in rows:
+        # Some file systems do not tell capitals from small letters.
+        other = files.setdefault(file_stem(row).lower(), row.name)
+        if other != row.name:
+            raise ValueError(
+                f"rows {other!r} and {row.name!r} would be kept in files of one name: give one of "
+                "them a name that differs by a letter or a digit"
+            )
     return rows
 
 
+def _page_file(options: argparse.Namespace, keep: bool) -> Path | None:
+    return options.html or (options.out / "compare.html" if keep else None)
+
+
 def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
-    target = options.html or (options.out / "compare.html" if keep else None)
+    target = _page_file(options, keep)
     if keep:
         options.out.mkdir(parents=True, exist_ok=True)
         write_json(found, options.out / _RECORD)
@@ -252,14 +301,24 @@ def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) ->
         say(f"page: {target.resolve()}")
 
 
-def _keep_other_record(folder: Path, what: str) -> None:
-    """Refuse to replace the record of another comparison."""
+def _keep_other_record(folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse to replace the record of another comparison; one with more runs may."""
     path = folder / _RECORD
-    if path.is_file() and (before := _load(path, shown=False)["what"]) != what:
+    if not path.is_file():
+        return
+    before = _load(path, shown=False)
+    same = before["what"] == about["what"] and before.get("measure") == about["measure"]
+    if not same or not {*before.get("runs", ())} <= {*about.get("runs", ())}:
         raise ValueError(
-            f"{path} compares {before}, and would be replaced by a comparison of {what}: give "
-            "another --out FOLDER"
+            f"{path} compares {_described(before)}, and would be replaced by a comparison of "
+            f"{_described(about)}: give another --out FOLDER"
         )
+
+
+def _described(about: Mapping[str, Any]) -> str:
+    if runs := about.get("runs"):
+        return f"{about['measure']} of {', '.join(runs)}"
+    return about["what"]
 
 
 def _record_path(words: Sequence[str]) -> Path | None:
@@ -279,6 +338,8 @@ def _load(path: Path, shown: bool = True) -> dict[str, Any]:
             raise ValueError("it is of another kind or version")
         if not isinstance(found["healthy"], bool):
             raise ValueError("it has no verdict")
+        # Records from before there was another direction.
+        found.setdefault("better", LOWER)
         if shown:
             page(found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -12,9 +12,9 @@ from torch_bf16.tools.output import share
 from torch_bf16.tools.sampling import kind_of
 
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
-from .report import summary
+from .report import interval, summary
 from .style import ROLES, STYLE, colours
-from .verdict import BAD
+from .verdict import BAD, LOWER, decimals_of, ends_near
 
 __all__ = ["differences_of", "headline", "is_calm", "layers_of", "page"]
 
@@ -60,7 +60,7 @@ def headline(found: Mapping[str, Any]) -> str:
     if len(good) <= _NAMED and good:
         return found["sentences"][0]
     if good:
-        return f"{len(good)} of {len(others)} end where {reference} ends"
+        return f"{len(good)} of {len(others)} end {ends_near(found)}"
     bad = [row["name"] for row in others if row["verdict"] in BAD]
     if bad:
         return f"{len(bad)} of {len(others)} do not end where {reference} ends"
@@ -123,7 +123,7 @@ def _losses(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     later = [v for line in lines for v in line.values[len(steps) // 12 :] if v is not None]
     low, high = min(known), max(later or known)
     margin = 0.04 * (high - low) or 0.1
-    drawn = curves(steps, lines, low - margin, high + margin)
+    drawn = curves(steps, lines, low - margin, high + margin, decimals_of(found) - 1)
     mean = f", mean of {found['smoothed_over']} steps" if found["smoothed_over"] > 1 else ""
     return (
         f"<section><h2>{escape(_capital(found['measure']))}</h2>"
@@ -136,22 +136,23 @@ def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     means, edges = differences_of(rows)
     if not means:
         return ""
-    scale = scale_of_differences(means, edges)
+    scale, digits = scale_of_differences(means, edges), decimals_of(found)
     panels = []
     for row in rows:
         line = Curve(row["name"], colour[row["name"]], row["difference"]["mean"])
         drawn = panel(found["steps"], line, row["difference"]["half"], scale)
         against = row["against"]
-        caption = f"{against['mean']:+.4f} at the end"
+        caption = f"{against['mean']:+.{digits}f} at the end"
         if against["low"] is not None:
-            caption += f" ({against['low']:+.4f} to {against['high']:+.4f})"
+            caption += f" ({interval(against, digits)})"
         panels.append(
             f'<figure><h3 style="color:{line.colour}">{escape(row["name"])}</h3>'
             f"<figcaption>{escape(caption.replace('-', chr(0x2212)))}</figcaption>{drawn}</figure>"
         )
     band = "with its 95 % band" if edges else "of one pair, which has no band"
+    worse = "Above" if found["better"] == LOWER else "Below"
     why = (
-        f"Step by step on the same batches, {band}. Above 0 is worse than {found['reference']}. "
+        f"Step by step on the same batches, {band}. {worse} 0 is worse than {found['reference']}. "
         "The scale is linear near 0 and continues by powers of ten."
     )
     return (

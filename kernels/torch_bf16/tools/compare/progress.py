@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from torch_bf16.tools.output import say
+from torch_bf16.tools.output import number, say
 
 __all__ = ["Progress"]
 
@@ -47,7 +47,7 @@ class Progress:
         now = time.monotonic()
         if now - self._shown > _SPARSE:
             self._shown = now
-            step = f"step {self._step} of {self._steps}, loss {loss:.4f}"
+            step = f"step {self._step} of {self._steps}, loss {number(loss, 5)}"
             self._show(f"{self._run}: {step}, {self._left()} left")
 
     def finish(self, outcome: str) -> None:

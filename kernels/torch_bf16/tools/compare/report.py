@@ -7,11 +7,11 @@ from typing import Any
 
 from torch_bf16.tools.output import number, print_sentences, print_table, share
 
-__all__ = ["difference", "show", "summary"]
+from .verdict import decimals_of
+
+__all__ = ["interval", "show", "summary"]
 
 _COLUMNS = (
-    "",
-    "loss",
     "difference",
     "95 % interval",
     "kept (worst layer)",
@@ -23,9 +23,10 @@ _COLUMNS = (
 
 def summary(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table of all rows: headings and cells, without columns in which nothing is known."""
-    rows = [_cells(each, found["reference"]) for each in found["rows"]]
-    known = [n for n in range(len(_COLUMNS)) if any(row[n] not in ("", "-") for row in rows)]
-    return [_COLUMNS[n] for n in known], [[row[n] for n in known] for row in rows]
+    columns = ("", found["measure"], *_COLUMNS)
+    rows = [_cells(each, found) for each in found["rows"]]
+    known = [n for n in range(len(columns)) if any(row[n] not in ("", "-") for row in rows)]
+    return [columns[n] for n in known], [[row[n] for n in known] for row in rows]
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -37,15 +38,15 @@ def show(found: Mapping[str, Any]) -> None:
     print_sentences(found["sentences"], found["notes"])
 
 
-def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
-    against = row["against"]
+def _cells(row: Mapping[str, Any], found: Mapping[str, Any]) -> Sequence[str]:
+    against, digits = row["against"], decimals_of(found)
     has_interval = against is not None and against["low"] is not None
     size, ms = row["bytes"], row["ms"]
     return (
         row["name"],
-        "no number" if row["final"] is None else f"{row['final']:.4f}",
-        "" if row["name"] == reference else difference(against and against["mean"]),
-        f"{against['low']:+.4f} to {against['high']:+.4f}" if against and has_interval else "",
+        "no number" if row["final"] is None else f"{row['final']:.{digits}f}",
+        "" if row["name"] == found["reference"] else _difference(against, digits),
+        interval(against, digits) if against and has_interval else "",
         _kept_cell(row),
         share(row["unmoved"]),
         f"{sum(size.values()):.2f}" if size else "-",
@@ -53,10 +54,14 @@ def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
     )
 
 
-def difference(value: float | None) -> str:
-    """Format a difference with its sign."""
+def interval(against: Mapping[str, float], digits: int) -> str:
+    """Format the 95 % interval of a difference."""
+    return f"{against['low']:+.{digits}f} to {against['high']:+.{digits}f}"
+
+
+def _difference(against: Mapping[str, float] | None, digits: int) -> str:
     # Plus 0.0: a negative number that is rounded to nothing has no sign.
-    return "-" if value is None else f"{round(value, 4) + 0.0:+.4f}"
+    return "-" if against is None else f"{round(against['mean'], digits) + 0.0:+.{digits}f}"
 
 
 def _kept_cell(row: Mapping[str, Any]) -> str:

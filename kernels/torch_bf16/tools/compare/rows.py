@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from torch_bf16.environment import options_from_environment
 from torch_bf16.errors import described, with_article
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
@@ -27,11 +29,23 @@ __all__ = [
     "Trained",
     "also_argument",
     "choice_of",
+    "rate_of",
     "row_of",
     "set_rate",
 ]
 
 FP32, MIXED, TRUE = "32-true", "bf16-mixed", "bf16-true"
+# Libraries whose classes of these names have torch's rule, and only store its numbers otherwise.
+_LIBRARIES = (
+    *("bitsandbytes", "flashoptim", "heavyball", "optimi", "pytorch_optimizer", "torchao"),
+    "torchastic",
+)
+_SHARED = ("Adam", "AdamW")
+# Options that do not change what a rule intends.
+_OF_STORAGE = {
+    *("bf16_stochastic_round", "consume_grad", "foreach", "fused", "kahan_sum", "triton"),
+    *("master_weight_bits", "stochastic_rounding", "storage_dtype", "recipe", "backend"),
+}
 DEFAULT = (FP32, "bf16-fp32-master", "bf16-stochastic", TRUE)
 KNOWN = (
     f"{FP32}, {MIXED}, {TRUE}, {', '.join(RECIPES)}, or three formats: those of weights, first and "
@@ -97,7 +111,8 @@ class Row:
             weights = "fp32 weights" if self.dtype == torch.float32 else "bf16 weights, to nearest"
             return weights + (", bf16 autocast" if self.autocast else "")
         formats = (self.recipe.weights, self.recipe.exp_avg, self.recipe.exp_avg_sq)
-        return f"{' / '.join(formats)}, bf16 autocast"
+        compute = "bf16 autocast" if self.autocast else f"{self.recipe.compute} compute"
+        return f"{' / '.join(formats)}, {compute}"
 
     def prepare(
         self, model: nn.Module, make: Callable[[], torch.optim.Optimizer], seed: int
@@ -143,33 +158,50 @@ class Trained:
         return self.kind.__module__.startswith(("torch.optim.", "torch_bf16."))
 
     def cast_batch(self, batch: Any) -> Any:
-        """A batch as the model takes it: in bf16 if the model has bf16 weights and no autocast."""
-        if self.row.autocast or self.row.dtype == torch.float32:
+        """A batch as the model takes it: in bf16 if the model has bf16 weights and no autocast.
+
+        A model that a recipe has cast takes fp32 in every case.
+        """
+        if self.row.autocast or self.row.recipe is not None or self.row.dtype == torch.float32:
             return batch
         return tree_map(_to_bf16, batch)
 
     def twin(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
         """The same optimizer over other, fp32 parameters, in the same groups.
 
-        If torch has an optimizer of that name, it is torch's, which rounds nothing.
+        If it is torch's rule in the formats of another library, it is torch's, which rounds
+        nothing.
 
         Args:
             parameters: the fp32 parameter in place of each trained one.
         """
-        plain = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
-        kind = getattr(torch.optim, plain, self.kind)
+        kind = self._plain_kind()
         takes = inspect.signature(kind).parameters
         groups = []
         for group in self.groups:
             options = {name: value for name, value in group.items() if name in takes}
             if "betas" in takes and "beta1" in group:
                 options["betas"] = (group["beta1"], group["beta2"])
-            # Some libraries make a tensor of it.
-            options["lr"] = float(group["lr"])
+            options["lr"] = rate_of(group)
             params = [parameters[p] for p in group["params"] if p in parameters]
             groups.append({**options, "params": params})
         shared = {name: value for name, value in groups[0].items() if name != "params"}
         return kind(groups, **shared)
+
+    def _plain_kind(self) -> type[torch.optim.Optimizer]:
+        """Torch's class of the same rule, if it is known to have one that knows all its options."""
+        name = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
+        library = self.kind.__module__.partition(".")[0]
+        known = library == "torch_bf16" or (library in _LIBRARIES and name in _SHARED)
+        kind = getattr(torch.optim, name, None) if known else None
+        if kind is None:
+            return self.kind
+        own = inspect.signature(self.kind).parameters
+        unknown = own.keys() - inspect.signature(kind).parameters.keys() - _OF_STORAGE
+        changed = any(
+            group.get(n, own[n].default) != own[n].default for group in self.groups for n in unknown
+        )
+        return self.kind if changed else kind
 
 
 def choice_of(text: str) -> Choice:
@@ -187,20 +219,27 @@ def row_of(name: str) -> Row:
     """The row of a precision, by its name.
 
     Raises:
-        ValueError: the name is unknown; the message lists those that are known.
+        ValueError: the name is unknown; the message lists those that are known. Or
+            ``BF16_COMPUTE`` is set to what is no way to compute.
     """
     if name in (FP32, MIXED):
         return Row(name, dtype=torch.float32, autocast=name == MIXED)
     if name == TRUE:
         return Row(name, autocast=False)
     if name in RECIPES:
-        return Row(name, get_recipe(name))
+        return _of_recipe(name, get_recipe(name))
     formats = [part.strip() for part in name.split("/")]
     if len(formats) == 3:
         weights, first, second = formats
-        recipe = Recipe(name, weights=weights, exp_avg=first, exp_avg_sq=second)
-        return Row(name, recipe)
+        return _of_recipe(name, Recipe(name, weights=weights, exp_avg=first, exp_avg_sq=second))
     raise ValueError(f"unknown precision {name!r}; known ones: {KNOWN}")
+
+
+def _of_recipe(name: str, recipe: Recipe) -> Row:
+    """A row that computes in what ``BF16_COMPUTE`` names, as a host would."""
+    asked = {"BF16_COMPUTE": os.environ.get("BF16_COMPUTE", "")}
+    recipe = get_recipe(recipe, **options_from_environment(asked))
+    return Row(name, recipe, autocast=recipe.compute == "autocast")
 
 
 def also_argument(text: str) -> Row:
@@ -215,11 +254,17 @@ def also_argument(text: str) -> Row:
     return Row(name.strip(), own=choice_of(target))
 
 
-def set_rate(group: dict[str, Any], lr: float) -> None:
-    """Set a group's learning rate, of which some libraries make a tensor."""
-    if isinstance(group["lr"], Tensor):
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """A group's learning rate; None where the optimizer finds its own."""
+    # Some libraries make a tensor of it.
+    return None if group["lr"] is None else float(group["lr"])
+
+
+def set_rate(group: dict[str, Any], lr: float | None) -> None:
+    """Set a group's learning rate, of which some libraries make a tensor; None leaves it."""
+    if isinstance(group["lr"], Tensor) and lr is not None:
         group["lr"].fill_(lr)
-    else:
+    elif lr is not None:
         group["lr"] = lr
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from threading import current_thread, main_thread
 from typing import Any
 
-from torch_bf16.tools.output import progress_line
+from torch_bf16.tools.output import number, progress_line
 
 from .progress import Progress
 from .rows import Row
@@ -59,7 +59,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> dict
         store: the folder of runs; runs that are there are not trained again.
 
     Raises:
-        KeyboardInterrupt: after the run in progress was saved.
+        KeyboardInterrupt: after the run in progress was saved or has ended.
         ValueError: the model, its batches or an optimizer cannot be used.
     """
     found: dict[str, list[Run]] = {row.name: [] for row in rows}
@@ -71,6 +71,12 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> dict
                 if run is None:
                     run = _train(plan, row, seed, store, progress, interrupts)
                     store.save(row, run)
+                    if interrupts.came:
+                        progress.say(
+                            f"stopped after {row.name}, seed {seed}; the same command resumes with "
+                            "what is left"
+                        )
+                        raise KeyboardInterrupt
                 else:
                     progress.start(f"{row.name}, seed {seed}", plan.steps, plan.steps)
                 found[row.name].append(run)
@@ -98,6 +104,8 @@ def _train(
                 raise KeyboardInterrupt
     run = training.finish()
     broken = run.broken_at
-    last = f"loss {run.losses[-1]:.4f}" if broken is None else f"NOT A NUMBER at step {broken}"
+    last = (
+        f"loss {number(run.losses[-1], 5)}" if broken is None else f"NOT A NUMBER at step {broken}"
+    )
     progress.finish(f"{len(run.losses)} steps, {last}")
     return run

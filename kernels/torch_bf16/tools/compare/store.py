@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_bf16.backends.file_lock import locked
 from torch_bf16.checkpoints.atomic_write import replacing
 from torch_bf16.errors import described
 from torch_bf16.tools.machine import versions
-from torch_bf16.tools.output import write_text
+from torch_bf16.tools.output import write_json
 
 from .rows import Row
 from .training import OngoingRun, Plan, Run
 
-__all__ = ["Store"]
+__all__ = ["Store", "file_stem"]
+
+_KINDS = (".json", ".pt")
+_NAMED = re.compile(r"-seed\d+(\.json|\.pt)$")
 
 
-_OURS = re.compile(r"-seed\d+\.(json|pt)(\.partial)?$")
+def file_stem(row: Row) -> str:
+    """What the names of a row's files begin with."""
+    return re.sub(r"[^\w.+-]+", "_", row.name)
 
 
 class Store:
     """Runs in a folder, each with its origin: the model, settings and versions that made it.
 
-    A run of another origin is refused, so that a comparison does not mix unlike runs.
+    A run of another origin is refused, so that a comparison does not mix unlike runs. As a context
+    manager it keeps other processes out of the folder.
 
     Args:
         folder: the folder of the comparison; created if it does not exist.
@@ -44,6 +54,31 @@ class Store:
         self._plan = plan
         # Once, before any run: later the model's own code may import more.
         self._model = plan.subject.source
+        self._held = ExitStack()
+
+    def __enter__(self) -> Store:
+        """Take the folder.
+
+        Raises:
+            ValueError: another process has it.
+        """
+        path = self.folder.parent / ".lock"
+        file = self._held.enter_context(locked(path))
+        if file is not None:
+            file.truncate(0)
+            file.write(f"{os.getpid()}".encode())
+            file.flush()
+            self._held.callback(file.truncate, 0)
+        # Without a lock and without a name in it, the file system has no locks.
+        elif path.exists() and (holder := path.read_text()):
+            raise ValueError(
+                f"another compare, process {holder}, is training in {self.folder.parent}: wait for "
+                "it, or give another --out FOLDER"
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
 
     def load_finished(self, row: Row, seed: int) -> Run | None:
         """A finished run; None if it must be trained.
@@ -57,6 +92,7 @@ class Store:
         try:
             content = json.loads(path.read_text())
             origin, run = content["of"], Run(**content["run"])
+            run.losses, run.survived = _with_nan(run.losses), _with_nan(run.survived)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not a run of compare ({described(error)}); delete it to train it again"
@@ -67,7 +103,7 @@ class Store:
     def save(self, row: Row, run: Run) -> None:
         """Save a finished run, and delete the state of its interruption."""
         content = {"of": self._origin(row), "run": asdict(run)}
-        write_text(self._path(row, run.seed, ".json"), json.dumps(content))
+        write_json(content, self._path(row, run.seed, ".json"))
         self._path(row, run.seed, ".pt").unlink(missing_ok=True)
 
     def load_interrupted(self, row: Row, seed: int) -> dict[str, Any] | None:
@@ -100,7 +136,7 @@ class Store:
         return True
 
     def _path(self, row: Row, seed: int, ending: str) -> Path:
-        return self.folder / (re.sub(r"[^\w.+-]+", "_", row.name) + f"-seed{seed}{ending}")
+        return self.folder / f"{file_stem(row)}-seed{seed}{ending}"
 
     def _origin(self, row: Row) -> dict[str, Any]:
         plan = self._plan
@@ -128,8 +164,40 @@ class Store:
                 "--out, or --fresh to begin again"
             )
 
-    def clear(self) -> None:
-        """Delete all runs; other files in the folder stay."""
-        for path in self.folder.iterdir():
-            if _OURS.search(path.name):
-                path.unlink()
+    def clear(self, rows: Sequence[Row], seeds: int) -> None:
+        """Delete all runs, and what would stand in their way; other files in the folder stay.
+
+        Args:
+            rows: the rows that will be trained.
+            seeds: with how many seeds.
+        """
+        own = {self._path(r, n, kind) for r in rows for n in range(seeds) for kind in _KINDS}
+        for path in {*own, *self.folder.iterdir()}:
+            if path in own or (_NAMED.search(path.name) and _is_run(path)):
+                path.unlink(missing_ok=True)
+                # What a process that was killed while it wrote may have left.
+                path.with_name(f".{path.name}.partial").unlink(missing_ok=True)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a file is a run of compare, finished or interrupted."""
+    try:
+        if path.suffix == ".json":
+            content: Any = json.loads(path.read_text())
+        else:
+            content = torch.load(path, map_location="meta", weights_only=True)
+    # torch.load raises exceptions of many classes.
+    except Exception:
+        return False
+    return isinstance(content, dict) and "of" in content and bool({"run", "state"} & {*content})
+
+
+def _with_nan(values: Any) -> Any:
+    """Numbers with NaN again where JSON has null."""
+    if isinstance(values, Mapping):
+        return {key: _with_nan(each) for key, each in values.items()}
+    return (
+        [*map(_with_nan, values)]
+        if isinstance(values, list)
+        else (math.nan if values is None else values)
+    )

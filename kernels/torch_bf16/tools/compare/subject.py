@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_bf16.tools.factory import Training, import_name, training_of
 
@@ -31,11 +33,13 @@ class Subject:
         name: for people.
         text: bytes that the built-in model is trained on, uint8; None for a factory.
         factory: as the user wrote it; empty for the built-in model.
+        made: the models that the factory returned, and their parameters, by their ids.
     """
 
     name: str
     text: Tensor | None = None
     factory: str = ""
+    made: dict[int, weakref.ref[Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def source(self) -> str:
@@ -51,7 +55,8 @@ class Subject:
         """A new model and its batches, which follow from the state of the random generators.
 
         Raises:
-            ImportError, ValueError: the factory cannot be used; the message says why.
+            ImportError, ValueError: the factory cannot be used, or returned a model again; the
+                message says why.
         """
         if self.text is not None:
             return _built_in(self.text, steps)
@@ -62,7 +67,21 @@ class Subject:
                 f"{self.factory}() returned a model with weights in {', '.join(map(str, wrong))}; "
                 "return it in fp32: compare casts it for each precision"
             )
+        self._check_new(training.model)
         return training
+
+    def _check_new(self, model: nn.Module) -> None:
+        """Refuse weights that an earlier run has trained or cast."""
+        parts = [("", model), *model.named_parameters()]
+        for name, each in parts:
+            before = self.made.get(id(each))
+            if before is not None and before() is each:
+                what = f"the same {name}" if name else "the same model"
+                raise ValueError(
+                    f"{self.factory}() returned {what} again, and each run must begin from new "
+                    "weights: make the whole model within the function"
+                )
+        self.made.update((id(each), weakref.ref(each)) for _, each in parts)
 
 
 def _built_in(text: Tensor, steps: int) -> Training:

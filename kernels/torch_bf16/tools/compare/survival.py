@@ -19,7 +19,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.tools.foreign_states import MASTER, SUM, extra_bits
 from torch_bf16.tools.sampling import layer_of, places
 
-from .rows import Trained, set_rate
+from .rows import Trained, rate_of, set_rate
 
 __all__ = ["Survival", "exact_weight"]
 
@@ -28,9 +28,11 @@ _COLUMNS = 24
 
 
 def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """A parameter as the optimizer stores it, in fp32, with what it keeps beyond the weight."""
+    """A copy of a parameter as the optimizer stores it, in fp32, with what it keeps beyond it."""
     if isinstance(optimizer, BF16Optimizer):
-        return optimizer.exact_weight(parameter).float()
+        found = optimizer.exact_weight(parameter).float()
+        # Of an fp32 parameter it is the parameter itself, which later steps change.
+        return found.clone() if parameter.dtype == torch.float32 else found
     weight = parameter.detach().float()
     for name, each in optimizer.state.get(parameter, {}).items():
         kind = extra_bits(name)
@@ -85,6 +87,9 @@ class Survival:
         """Copy the gradients to the twin, before the optimizer consumes them."""
         for name, parameter in self._named.items():
             gradient = parameter.grad
+            if gradient is not None and gradient.layout != torch.strided:
+                self.missing = f"the gradient of {name} is sparse, and has no samples"
+                self._twin = gradient = None
             self._twins[name].grad = None if gradient is None else self._sample(name, gradient)
 
     def after_step(self, step: int) -> None:
@@ -97,7 +102,7 @@ class Survival:
             for twin_group, group in zip(
                 self._twin.param_groups, self._trained.optimizer.param_groups, strict=False
             ):
-                set_rate(twin_group, float(group["lr"]))
+                set_rate(twin_group, rate_of(group))
             try:
                 self._twin.step()
             except Exception as error:

@@ -18,7 +18,7 @@ from torch_bf16.errors import described
 from torch_bf16.tools.factory import backward, loss_of
 from torch_bf16.tools.optimizer_bytes import held_by_role
 
-from .rows import Choice, Row, set_rate
+from .rows import Choice, Row, rate_of, set_rate
 from .schedule import learning_rate_factor
 from .subject import Subject
 from .survival import Survival
@@ -64,7 +64,7 @@ class Run:
         losses: the training losses at these steps.
         seconds: the duration of each step; empty if unknown.
         optimizer_seconds: the part of it that ``optimizer.step()`` took.
-        bytes: by role, at the end of a backward pass.
+        bytes: by role, at the end of a backward pass; empty if no step was taken.
         parameters: how many parameters are trained.
         ends: last steps of the windows in which updates were measured.
         survived: by layer, for each window, ``<stored, intended>`` and ``<intended, intended>``.
@@ -127,13 +127,13 @@ class OngoingRun:
 
         def make() -> torch.optim.Optimizer:
             if existing is None or row.own is not None:
-                lr = plan.lr if existing is None else float(existing.param_groups[0]["lr"])
-                return (row.own or plan.optimizer).over(model, lr)
+                rate = None if existing is None else rate_of(existing.param_groups[0])
+                return (row.own or plan.optimizer).over(model, rate or plan.lr)
             return existing
 
         self._trained = row.prepare(model, make, seed)
         optimizer = self._trained.optimizer
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._rates = [rate_of(group) for group in optimizer.param_groups]
         self._plan, self._seed = plan, seed
         self._batches = training.cycle_batches()
         self.run = Run(row.name, seed, options=_options(optimizer))
@@ -164,7 +164,7 @@ class OngoingRun:
             step = self.done + 1
             batch = self._next_batch()
             for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-                set_rate(group, rate * plan.factor(step - 1))
+                set_rate(group, None if rate is None else rate * plan.factor(step - 1))
             _seed(self._seed * _MIX + step)
             begun = self._clock()
             with torch.autocast(
@@ -174,8 +174,9 @@ class OngoingRun:
             backward(model, loss)
             value = loss.item()
             if not math.isfinite(value):
-                # Later losses would not be finite either.
-                run.bytes = held_by_role(optimizer, model.parameters())
+                # Later losses would not be finite either. Moments are there once a step was taken.
+                if self.done:
+                    run.bytes = held_by_role(optimizer, model.parameters())
                 run.steps.append(step)
                 run.losses.append(value)
                 return
@@ -200,14 +201,19 @@ class OngoingRun:
         run.ends, run.survived = survival.ends, dict(survival.sums)
         run.unmoved = {layer: list(counts) for layer, counts in survival.count_unmoved().items()}
         run.unmeasured = survival.missing
-        run.undecoded = bool(run.bytes["master"]) and not survival.decodes
+        run.undecoded = bool(run.bytes.get("master")) and not survival.decodes
         return run
 
     def state(self) -> dict[str, Any]:
         """What another process resumes from, as tensors and primitives."""
+        model = self._trained.model
+        saved = model.state_dict()
+        buffers = model.named_buffers(remove_duplicate=False)
         return {
             "run": asdict(self.run),
-            "model": self._trained.model.state_dict(),
+            "model": saved,
+            # Modules that share one share it again: torch saves it once.
+            "other_buffers": {name: each for name, each in buffers if name not in saved},
             "optimizer": self._trained.optimizer.state_dict(),
             "survival": self._survival.state(),
         }
@@ -215,7 +221,11 @@ class OngoingRun:
     def _load(self, state: dict[str, Any]) -> None:
         self.run = Run(**state["run"])
         # Weights first: a master is stored as what its weight lacks.
-        self._trained.model.load_state_dict(state["model"])
+        model = self._trained.model
+        model.load_state_dict(state["model"])
+        for name, each in state["other_buffers"].items():
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, each)
         self._trained.optimizer.load_state_dict(state["optimizer"])
         self._survival.load(state["survival"])
         for _ in range(self.done):

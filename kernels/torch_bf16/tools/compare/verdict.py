@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch_bf16.tools.sampling import STALLING
 
-__all__ = ["BAD", "judge"]
+__all__ = ["BAD", "HIGHER", "LOWER", "decimals_of", "ends_near", "judge"]
 
 REFERENCE, FINE, LOSES = "reference", "as good", "loses"
 STALLS, BROKEN, UNDECIDED = "stalls", "broken", "one pair"
 BAD = (LOSES, STALLS, BROKEN)
+LOWER, HIGHER = "lower", "higher"
 # Shares of the reference's improvement that count as lost: over several pairs, and in a single one.
 _LOST, _LOST_ALONE = 0.002, 0.05
 _MOST = 3
+_DECIMALS = 4
 
 
 def judge(found: dict[str, Any]) -> None:
     """Give every row of the figures a ``verdict``, and the whole its sentences.
 
     Args:
-        found: the result of ``analyse()``, to which ``verdict`` of each row, ``sentences`` and
-            ``healthy`` are added.
+        found: the result of ``analyse()``, with ``better``, which says of what is measured whether
+            lower or higher is better. ``verdict`` of each row, ``sentences`` and ``healthy`` are
+            added.
     """
     reference = next(row for row in found["rows"] if row["name"] == found["reference"])
     sentences = []
     for row in found["rows"]:
         row["stalled"] = _stalled_layers(row)
-        row["verdict"] = _verdict(row, row is reference, found["improvement"] or 0.0)
+        row["verdict"] = _verdict(row, row is reference, found)
     near = [row for row in found["rows"] if row["verdict"] == FINE]
     pairs = max(row["pairs"] for row in found["rows"])
     if near:
         verb = "end" if len(near) > 1 else "ends"
         good = _join([row["name"] for row in near])
-        sentences.append(f"{good} {verb} where {found['reference']} ends")
+        sentences.append(f"{good} {verb} {ends_near(found)}")
     for kind in (BROKEN, STALLS, LOSES):
-        sentences += [
-            _sentence(r, found["reference"]) for r in found["rows"] if r["verdict"] == kind
-        ]
+        sentences += [_sentence(row, found) for row in found["rows"] if row["verdict"] == kind]
     if len(near) > _MOST:
         # Among many rows, differences that chance explains are left to the table.
         near = [row for row in near if not _by_chance(row["against"])]
-    sentences += [_sentence(row, found["reference"]) for row in near]
+    sentences += [_sentence(row, found) for row in near]
     alone = [row for row in found["rows"] if row["verdict"] == UNDECIDED and row["against"]]
     if alone:
-        each = ", ".join(f"{row['name']} {row['against']['mean']:+.4f}" for row in alone)
+        digits = decimals_of(found)
+        each = ", ".join(f"{row['name']} {row['against']['mean']:+.{digits}f}" for row in alone)
         sentences.append(f"one pair cannot tell whether these are chance: {each}")
     if 1 < pairs < 4:
         sentences.append(
@@ -55,7 +58,36 @@ def judge(found: dict[str, Any]) -> None:
     found["healthy"] = not any(row["verdict"] in BAD for row in found["rows"])
 
 
-def _verdict(row: Mapping[str, Any], is_reference: bool, improvement: float) -> str:
+def decimals_of(found: Mapping[str, Any]) -> int:
+    """How many decimals tell apart what is judged: more for a loss that improves by millionths."""
+    known = [found["improvement"], *(row["final"] for row in found["rows"])]
+    size = next((abs(each) for each in known if each), 1.0)
+    return max(_DECIMALS, _DECIMALS - 1 - math.floor(math.log10(size)))
+
+
+def ends_near(found: Mapping[str, Any]) -> str:
+    """Where the rows end that do not lose: where the reference does, or on the better side of it.
+
+    Args:
+        found: what :func:`judge` has judged.
+    """
+    near = [row for row in found["rows"] if row["verdict"] == FINE]
+    if all(_by_chance(row["against"]) or _excess(row, found) > 0 for row in near):
+        return f"where {found['reference']} ends"
+    return f"no {_worse(found)} than {found['reference']}"
+
+
+def _worse(found: Mapping[str, Any]) -> str:
+    return HIGHER if found["better"] == LOWER else LOWER
+
+
+def _excess(row: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    """How much worse than the reference a row ends."""
+    mean = row["against"]["mean"]
+    return mean if found["better"] == LOWER else -mean
+
+
+def _verdict(row: Mapping[str, Any], is_reference: bool, found: Mapping[str, Any]) -> str:
     if row["broken"]:
         return BROKEN
     if row["stalled"]:
@@ -65,10 +97,11 @@ def _verdict(row: Mapping[str, Any], is_reference: bool, improvement: float) -> 
     against = row["against"]
     if against is None:
         return UNDECIDED
+    worse, improvement = _excess(row, found), found["improvement"] or 0.0
     if row["pairs"] == 1:
-        return LOSES if against["mean"] > _LOST_ALONE * improvement > 0 else UNDECIDED
-    lost = against["mean"] > _LOST * max(improvement, 0.0)
-    return LOSES if lost and against["low"] > 0 else FINE
+        return LOSES if worse > _LOST_ALONE * improvement > 0 else UNDECIDED
+    lost = worse > _LOST * max(improvement, 0.0)
+    return LOSES if lost and not _by_chance(against) else FINE
 
 
 def _stalled_layers(row: Mapping[str, Any]) -> list[str]:
@@ -84,16 +117,16 @@ def _stalled_layers(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _sentence(row: Mapping[str, Any], reference: str) -> str:
+def _sentence(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     name, against = row["name"], row["against"]
     if row["broken"]:
         runs = ", ".join(f"seed {seed} at step {step}" for seed, step in row["broken"].items())
         return f"{name} is broken: its loss is no longer a number ({runs})"
     parts = []
     if against is not None:
-        parts.append(f"ends {_difference(against)}")
+        parts.append(f"ends {_difference(against, decimals_of(found))}")
         if row["verdict"] == LOSES and row["learned"] is not None:
-            parts.append(f"{row['learned']:.1%} of what {reference} learned")
+            parts.append(f"{row['learned']:.1%} of what {found['reference']} learned")
     if row["verdict"] == STALLS:
         layers = row["stalled"]
         some = _join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
@@ -106,14 +139,15 @@ def _sentence(row: Mapping[str, Any], reference: str) -> str:
     return f"{name} {'; '.join(parts)}" if parts else f"{name} has nothing to compare"
 
 
-def _difference(against: Mapping[str, Any]) -> str:
+def _difference(against: Mapping[str, Any], digits: int) -> str:
     mean, low, high = against["mean"], against["low"], against["high"]
     where = "above" if mean > 0 else "below"
     if low is None:
-        return f"{abs(mean):.4f} {where}"
+        return f"{abs(mean):.{digits}f} {where}"
+    interval = f"95 % interval {low:+.{digits}f} to {high:+.{digits}f}"
     if _by_chance(against):
-        return f"{mean:+.4f} away, 95 % interval {low:+.4f} to {high:+.4f}, which chance explains"
-    return f"{abs(mean):.4f} {where}, 95 % interval {low:+.4f} to {high:+.4f}"
+        return f"{mean:+.{digits}f} away, {interval}, which chance explains"
+    return f"{abs(mean):.{digits}f} {where}, {interval}"
 
 
 def _by_chance(against: Mapping[str, Any]) -> bool:
