@@ -134,21 +134,24 @@ SCRIPT = """
 import sys, torch
 from torch import nn
 
+def main():
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
+    try:
+        for step in range(100):
+            loss = (model(torch.randn(8, 32)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    except Exception as error:
+        print("swallowed", error)
+    torch.save(model.state_dict(), "after_training.pt")
+
 print("prints", sys.argv[1:])
-torch.manual_seed(0)
-model = nn.Linear(32, 32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
-schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
-try:
-    for step in range(100):
-        loss = (model(torch.randn(8, 32)) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-except Exception as error:
-    print("swallowed", error)
-torch.save(model.state_dict(), "after_training.pt")
+main()
 """
 
 

@@ -171,6 +171,8 @@ def test_a_script_runs_as_it_is_and_ends_after_the_steps(capsys, here):
     assert not (here / "after_training.pt").exists()
     assert found["command"] == "python train.py 1e-4"
     assert found["lr"] == 1e-4
+    # Its schedule is known to a function alone, which has ended.
+    assert not any("the last learning rate is assumed" in note for note in found["notes"])
     assert found["lines"][0] == "import torch_bf16"
     assert sys.argv[0] != "train.py"
     assert str(here) not in sys.path

@@ -124,7 +124,8 @@ def _plan(found: Observation, asked: int | None) -> list[str]:
         )
     total = max(total, max(found.steps))
     for number, optimizer in enumerate(found.optimizers):
-        rates, why = planned_rates(optimizer, found.rates[number], total)
+        schedulers = found.schedulers[number]
+        rates, why = planned_rates(optimizer, schedulers, found.rates[number], total)
         if why is not None and len(rates) > found.steps[number]:
             notes.append(f"the last learning rate is assumed for the rest of the run: {why}")
         # One length per group; a group added after the first steps has that of the last one.

@@ -23,7 +23,7 @@ from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import local
 from torch_bf16.tools.sampling import is_foreseen, places, sample_of
 
-from .host import Host, host_of, rate_of
+from .host import Host, host_of, rate_of, schedulers_of
 from .models import Models
 from .updates import ParameterSums
 
@@ -54,6 +54,8 @@ class Observation:
         steps: how many steps each optimizer took.
         rates: learning rates of each optimizer's groups, one row per step; NaN for a group that has
             none.
+        schedulers: the schedulers of each optimizer. They may be known to a function of the script
+            alone, and are lost once that has ended.
         parameters: the sums of each parameter, by its ``id``.
         host: who calls the optimizers, and for how many steps.
         models: the outermost modules that own the parameters.
@@ -66,6 +68,7 @@ class Observation:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     rates: list[list[list[float]]] = field(default_factory=list)
+    schedulers: list[list[Any]] = field(default_factory=list)
     parameters: dict[int, ParameterSums] = field(default_factory=dict)
     host: Host | None = None
     models: Models = field(default_factory=Models)
@@ -134,6 +137,8 @@ class Observer:
         looking = found.steps[number] > self._steps // 2
         if looking and not found.models.measuring:
             found.models.measure()
+            # Of a script that ends by itself, before this observer ends it.
+            found.schedulers = schedulers_of(found.optimizers)
         if not looking:
             return
         if isinstance(optimizer, BF16Optimizer):
@@ -163,6 +168,7 @@ class Observer:
         taken = self.found.steps[number]
         self._progress(f"step {taken} of {self._steps}")
         if taken >= self._steps:
+            self.found.schedulers = schedulers_of(self.found.optimizers)
             raise Enough
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
@@ -172,6 +178,7 @@ class Observer:
         found.optimizers.append(optimizer)
         found.steps.append(0)
         found.rates.append([])
+        found.schedulers.append([])
         parameters = parameters_of(optimizer)
         trainable = {torch.float32, torch.bfloat16, torch.complex64}
         kinds = {p.dtype for p in parameters} - trainable
