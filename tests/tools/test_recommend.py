@@ -83,7 +83,7 @@ def test_samples_stand_for_the_whole_parameter():
 
 @pytest.mark.parametrize(
     ("update", "name"),
-    [(1e-4, "bf16-stochastic"), (1e-6, "bf16+8"), (1e-8, "bf16-fp32-master")],
+    [(1e-4, "bf16-stochastic"), (1e-6, "bf16+8"), (1e-8, "bf16+16")],
 )
 def test_the_smallest_recipe_that_loses_nothing_is_chosen(update, name):
     verdict = judge([seen(update=update), seen("a.bias", shape=(64,), update=update)])
@@ -91,6 +91,13 @@ def test_the_smallest_recipe_that_loses_nothing_is_chosen(update, name):
     assert [each.loses for each in verdict.candidates] == sorted(
         (each.loses for each in verdict.candidates), reverse=True
     )
+
+
+def test_the_smallest_is_the_one_that_holds_least_with_this_optimizer():
+    """Without moments exact masters take as much with both recipes: then the mode itself."""
+    held = {"bf16-stochastic": 4, "bf16+8": 5, "bf16+16": 6, "bf16-fp32-master": 6}
+    assert judge([seen(update=1e-8)], held).chosen.name == "bf16-fp32-master"
+    assert judge([seen(update=1e-6)], {**held, "bf16+8": 7}).chosen.name == "bf16-fp32-master"
 
 
 def test_recipes_begin_to_lose_at_the_rate_that_is_said():

@@ -75,8 +75,8 @@ def recommend(options: argparse.Namespace) -> int:
         found = observe(text, options.arguments, options.steps, options.lr, progress)
     _check(found)
     notes = _plan(found, options.total_steps)
-    verdict = judge(list(found.parameters.values()))
-    shapes, held, note = sizes(found, verdict.candidates)
+    shapes, held, note = sizes(found)
+    verdict = judge([*found.parameters.values()], {name: each.held for name, each in held.items()})
     # A factory is not a program.
     command = shlex.join(["python", text, *options.arguments]) if Path(text).exists() else text
     notes += [note] if note else []

@@ -15,7 +15,7 @@ from .host import Host
 from .lines import launch_line, lines
 from .observation import Observation
 from .ranges import ranges
-from .reasons import reasons
+from .reasons import megabytes, reasons
 from .updates import BITS, Layer
 from .verdict import DISTANCE, LAYER_DISTANCE, Candidate, Verdict
 
@@ -89,6 +89,7 @@ def _recipes(
     rows = [
         {
             "name": name,
+            "weights": None,
             "loses": name == _NEAREST,
             "lost_updates": 1 - verdict.everything.nearest() if name == _NEAREST else 0.0,
             "distance": None,
@@ -107,6 +108,7 @@ def _recipe(each: Candidate, held: Memory, peak: float | None) -> dict[str, Any]
     finite = math.isfinite(each.distance)
     return {
         "name": each.name,
+        "weights": each.recipe.weights,
         "loses": each.loses,
         "lost_updates": 0.0,
         "distance": each.distance if finite else None,
@@ -179,7 +181,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
 def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     verdict = "stalls" if 1 - each["lost_updates"] <= STALLING else "loses" if each["loses"] else ""
     return (
-        *(each["name"], _megabytes(each["bytes"]), _megabytes(each["peak_bytes"])),
+        *(each["name"], megabytes(each["bytes"]), megabytes(each["peak_bytes"])),
         *(share(each["noise"]), number(each["distance"], 2), number(each["loses_below_lr"], 2)),
         verdict,
     )
@@ -190,7 +192,3 @@ def _layer_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     cells = ("exact",) * 2 if each["exact"] else tuple(number(found.get(n), 2) for n in _SHOWN)
     step, lost = number(each["spacings_per_step"], 2), share(each["lost_to_nearest"])
     return (each["name"], f"{each['elements']:,}", step, lost, *cells)
-
-
-def _megabytes(value: int) -> str:
-    return f"{value / 1e6:,.{0 if value >= 1e8 else 2}f}"

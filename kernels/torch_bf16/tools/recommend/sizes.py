@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.estimate.memory import Memory, memory
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, OptimizerSpec, measure_spec
 from torch_bf16.tools.estimate.precisions import TORCH, Precision
 from torch_bf16.tools.estimate.shapes import ModelShapes, Weight, shapes_of
 
 from .observation import Observation
-from .verdict import Candidate
+from .verdict import CANDIDATES
 
 __all__ = ["sizes"]
 
@@ -22,21 +23,20 @@ __all__ = ["sizes"]
 _HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
 
 
-def sizes(
-    found: Observation, candidates: list[Candidate]
-) -> tuple[ModelShapes, dict[str, Memory], str | None]:
+def sizes(found: Observation) -> tuple[ModelShapes, dict[str, Memory], str | None]:
     """Bytes on one device, without activations.
 
     Args:
         found: the observed models and optimizers.
-        candidates: the recipes.
 
     Returns:
-        The shapes; memory by name, of torch's own precisions too; and a caveat, if there is one.
+        The shapes; memory by name, of all candidates and of torch's own precisions; and a caveat,
+        if there is one.
     """
     shapes = _shapes(found)
     optimizer, note = _spec_of(found.optimizers)
-    precisions = [*TORCH, *(Precision(each.name, each.recipe) for each in candidates)]
+    recipes = {name: get_recipe(mode, **options) for name, (mode, options) in CANDIDATES.items()}
+    precisions = [*TORCH, *(Precision(*each) for each in recipes.items())]
     return shapes, {each.name: memory(shapes, each, optimizer) for each in precisions}, note
 
 

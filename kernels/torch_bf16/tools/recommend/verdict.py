@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_bf16.recipe import Recipe, get_recipe
@@ -32,7 +33,10 @@ from torch_bf16.tools.sampling import layer_of
 
 from .updates import Layer, ParameterSums
 
-__all__ = ["DISTANCE", "LAYER_DISTANCE", "LEARNED", "Candidate", "Verdict", "candidates", "judge"]
+__all__ = [
+    *("CANDIDATES", "DISTANCE", "LAYER_DISTANCE", "LEARNED", "Candidate", "Verdict"),
+    *("candidates", "judge"),
+]
 
 LEARNED = 0.998
 """Share of the improvement below which a recipe is said to lose."""
@@ -101,22 +105,24 @@ class Verdict:
     everything: Layer
 
 
-_CANDIDATES = (
-    ("bf16-stochastic", "bf16-stochastic", {}),
-    ("bf16+8", "bf16-stochastic", {"weights": "bf16+8"}),
-    ("bf16-fp32-master", "bf16-fp32-master", {}),
-)
+CANDIDATES: dict[str, tuple[str, dict[str, str]]] = {
+    "bf16-stochastic": ("bf16-stochastic", {}),
+    "bf16+8": ("bf16-stochastic", {"weights": "bf16+8"}),
+    "bf16+16": ("bf16-stochastic", {"weights": "bf16+16"}),
+    "bf16-fp32-master": ("bf16-fp32-master", {}),
+}
+"""Modes and options by name. Those with int8 moments are left out: S says nothing of moments."""
 
 
 def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
-    """Judge every recipe, the smallest first.
+    """Judge every recipe.
 
     Args:
         matrices: all matrices together.
         layers: the same matrices, layer by layer.
     """
     found = []
-    for name, mode, options in _CANDIDATES:
+    for name, (mode, options) in CANDIDATES.items():
         format_ = get_recipe(mode, **options).weights
         distances = [(each.name, each.distance(format_)) for each in layers if each.moves]
         worst = min(distances, key=lambda each: each[1], default=None)
@@ -125,11 +131,12 @@ def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
     return found
 
 
-def judge(parameters: list[ParameterSums]) -> Verdict:
+def judge(parameters: list[ParameterSums], held: Mapping[str, int] | None = None) -> Verdict:
     """Choose a recipe.
 
     Args:
         parameters: what was observed of each parameter, and the length of the run.
+        held: the bytes that each recipe holds, by its name; None for those of AdamW.
 
     Raises:
         ValueError: nothing moves, so that nothing can be lost.
@@ -153,6 +160,13 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
         (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
     whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
     found = candidates(whole, matrices)
+    # Of two that hold as much, the mode itself, which has a shorter name.
+    found.sort(
+        key=lambda each: (
+            held[each.name] if held else each.recipe.bytes_per_parameter,
+            len(each.options),
+        )
+    )
     chosen = next((each for each in found if not each.loses), found[-1])
     matrices.sort(key=lambda each: each.distance("bf16_stochastic"))
     return Verdict(chosen, found, matrices + vectors, everything)
