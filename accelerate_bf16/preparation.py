@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 import torch_bf16
 
 from ._patches import patches
-from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
 from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
@@ -277,7 +276,7 @@ class Preparation:
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
         """A model's recipe with the adapters that stay fp32, looked up before sharding."""
         if id(model) not in self._recipes:
-            recipe, adapters = self._own_recipe(model), fp32_adapters(model)
+            recipe, adapters = self._own_recipe(model), torch_bf16.fp32_adapters(model)
             # What no model has was refused.
             keep = (*torch_bf16.matched_patterns(model, recipe), *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)

@@ -40,6 +40,7 @@ from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
 from .model.cast_modules import cast_recipe
 from .model.casting import cast_model, refuse_uncastable
+from .model.fp32_adapters import fp32_adapters
 from .model.kept_fp32 import fp32_parameters, matched_patterns, refuse_unmatched
 from .model.parameter_groups import param_groups
 from .model.remainders import sync_masters
@@ -108,6 +109,7 @@ __all__ = [
     "end_releases",
     "exact_weights",
     "follow",
+    "fp32_adapters",
     "fp32_optimizer_state_dict",
     "fp32_parameters",
     "fp32_state_dict",

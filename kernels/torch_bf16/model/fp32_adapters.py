@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-import torch_bf16
+from .cast_modules import cast_recipe
 
 __all__ = ["fp32_adapters"]
 
@@ -17,6 +17,17 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
 
     Their fp32 is intended: peft makes them fp32 unless ``autocast_adapter_dtype=False``. If the
     base was loaded in fp32 as well, the whole model is to become bf16, and nothing is kept.
+    Accelerate's plugin keeps them; elsewhere, ask for it.
+
+    Args:
+        model: a model of peft, or one that contains some; others have none.
+
+    Returns:
+        Names of parameters of ``model``.
+
+    Example:
+        >>> torch_bf16.fp32_adapters(torch.nn.Linear(4, 4))
+        ()
     """
     if "peft" not in sys.modules:
         return ()
@@ -38,7 +49,7 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
 
 def _came_in_fp32(module: nn.Module) -> bool:
     return all(
-        _is_plain_fp32(parameter) or torch_bf16.cast_recipe(owner) is not None
+        _is_plain_fp32(parameter) or cast_recipe(owner) is not None
         for owner in module.modules()
         for parameter in owner.parameters(recurse=False)
     )
