@@ -90,6 +90,16 @@ def cast():
     model, data, optimizer = made(1e-5)
     torch_bf16.prepare(model, optimizer)
     return Autocast(model), data, optimizer
+def kept():
+    import torch_bf16
+    model, data, optimizer = made(1e-5)
+    recipe = torch_bf16.get_recipe("bf16-stochastic", keep_fp32=("net.0",))
+    torch_bf16.prepare(model, optimizer, recipe)
+    return Autocast(model), data, optimizer
+def declared():
+    model, data, optimizer = made(1e-5)
+    model._keep_in_fp32_modules_strict = ["net.0"]
+    return model, data, optimizer
 def two():
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
     model = Two(first, second)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_bf16 import get_recipe
+from torch_bf16.tools.recommend import models
 from torch_bf16.tools.recommend.lines import launch_line, lines
 from torch_bf16.tools.recommend.models import errors_of, to_tf32
 from torch_bf16.tools.recommend.updates import Layer, ParameterSums
@@ -122,6 +123,15 @@ def test_vectors_lose_nothing_because_they_are_exact():
     verdict = judge([seen("norm.weight", size=1.0, update=1e-9, shape=(64,))])
     assert verdict.chosen.name == "bf16-stochastic"
     assert verdict.chosen.noise == 0
+
+
+def test_adapters_lose_nothing_where_the_host_leaves_them_in_fp32(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    monkeypatch.setattr(models, "fp32_adapters", lambda root: ("1.weight",))
+    for keeps in (True, False):
+        found = models.Models()
+        found.add([*model.parameters()], keeps_adapters=keeps)
+        assert [*map(found.stays_fp32, model.parameters())] == [False, False, keeps, False]
 
 
 def test_nothing_that_moves_is_no_answer():

@@ -132,6 +132,18 @@ def test_what_a_recipe_of_ours_intends_is_seen_although_it_rounds(capsys, here):
     assert cast["layers"][0]["name"].startswith("inner.")
 
 
+@pytest.mark.parametrize("name", ["kept", "declared"])
+def test_what_stays_in_fp32_loses_nothing(name, capsys, here):
+    _, found, _ = recommend(capsys, f"mine_to_train:{name}", "-n", "4")
+    exact = {each["name"].removeprefix("inner."): each["exact"] for each in found["layers"]}
+    assert exact == {"net.0": True, "net.1": True, "net.2.weight": False, "net.2.bias": True}
+    said = 'what keep_fp32=("net.0",) keeps in fp32'
+    assert any(said in note for note in found["notes"]) == (name == "kept")
+    held = {each["name"]: each["bytes"] for each in found["recipes"]}
+    # Of the 64 weights that are rounded.
+    assert held["bf16+8"] - held["bf16-stochastic"] == 64
+
+
 def test_of_an_optimizer_that_steps_others_each_step_counts_once(here):
     found = runs.observe("mine_to_train:two", [], 4, None, lambda line: None)
     assert [type(each).__name__ for each in found.optimizers] == ["Both"]

@@ -188,9 +188,9 @@ class Observer:
                 f"{', '.join(sorted(map(str, kinds)))}, but recipes are for fp32 weights that "
                 "become bf16: give it weights in fp32 (precision='32-true', dtype=torch.float32)"
             )
-        found.models.add(parameters)
         if found.host is None:
             found.host = host_of(sys._getframe())
+        found.models.add(parameters, keeps_adapters=found.host.name in ("trainer", "accelerate"))
         if isinstance(optimizer, BF16Optimizer):
             self._watch(optimizer, len(found.optimizers) - 1)
         return len(found.optimizers) - 1
@@ -240,7 +240,8 @@ class Observer:
         known = self.found.parameters
         if id(parameter) not in known:
             name = self.found.models.name_of(parameter) or f"parameter {len(known)}"
-            known[id(parameter)] = ParameterSums(name, tuple(parameter.shape), at)
+            stays_fp32 = self.found.models.stays_fp32(parameter)
+            known[id(parameter)] = ParameterSums(name, tuple(parameter.shape), at, stays_fp32)
         return known[id(parameter)]
 
 

@@ -59,7 +59,7 @@ def _answer(content: Mapping[str, Any], chosen: Mapping[str, Any], exact: Mappin
         bits = "its masters have every bit of fp32, so that no update is rounded away"
         if chosen["name"] == "bf16+16":
             bits += ", beside the moments of bf16-stochastic; bf16-fp32-master has fp32's, too"
-        none = "no matrix can lose anything, and vectors keep exact masters in every recipe"
+        none = "no matrix is rounded: all is fp32 or has exact masters in every recipe"
         why = bits if chosen["weights"] == "bf16+16" else none
     else:
         why = f"rounding noise is {chosen['noise']:.2%} of what weights learn"

@@ -72,6 +72,11 @@ def record(
             f"{', '.join(found.converted)} steps over bf16 weights, so what it intends is lost "
             "before it can be seen: it was converted to exact masters from its second step on"
         )
+    if found.models.kept:
+        notes.append(
+            f"what keep_fp32=({', '.join(found.models.kept)},) keeps in fp32 was judged as such: "
+            "write that option beside the recipe, too"
+        )
     if found.infinite:
         notes.append(f"{found.infinite} steps with gradients that are not finite were left out")
     if found.unseen:
@@ -124,7 +129,7 @@ def _bytes(held: Memory) -> dict[str, int]:
 
 
 def _layer(each: Layer, steps: int) -> dict[str, Any]:
-    exact = all(p.is_vector for p in each.parameters)
+    exact = all(p.is_exact for p in each.parameters)
     distances = {name: each.distance(name) for name in BITS} if each.moves and not exact else {}
     return {
         "name": each.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,11 @@ def sizes(found: Observation) -> tuple[ModelShapes, dict[str, Memory], str | Non
 def _shapes(found: Observation) -> ModelShapes:
     if found.models.roots:
         roots = found.models.roots
-        return shapes_of(roots[0] if len(roots) == 1 else nn.ModuleList(roots), "the model")
+        model = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
+        shapes = shapes_of(model, "the model")
+        staying = {n for n, p in model.named_parameters() if found.models.stays_fp32(p)}
+        weights = [replace(each, stays_fp32=each.name in staying) for each in shapes.weights]
+        return replace(shapes, weights=weights)
     weights = [Weight(each.name, each.shape) for each in found.parameters.values()]
     return ModelShapes("the parameters that were trained", weights)
 

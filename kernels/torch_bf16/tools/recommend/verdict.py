@@ -95,7 +95,7 @@ class Verdict:
     Attributes:
         chosen: the smallest recipe that loses nothing.
         candidates: all recipes that were judged, the smallest first.
-        layers: matrices first, by increasing ``S`` in bf16, then vectors.
+        layers: matrices that can lose first, by increasing ``S`` in bf16, then what is exact.
         everything: all matrices and vectors together.
     """
 
@@ -149,15 +149,15 @@ def judge(parameters: list[ParameterSums], held: Mapping[str, int] | None = None
         )
     by_layer: dict[tuple[bool, str], list[ParameterSums]] = defaultdict(list)
     for each in parameters:
-        by_layer[each.is_vector, layer_of(each.name)].append(each)
-    matrices, vectors = [], []
-    for (is_vector, module), members in by_layer.items():
+        by_layer[each.is_exact, layer_of(each.name)].append(each)
+    matrices, exact = [], []
+    for (is_exact, module), members in by_layer.items():
         name = module
-        if (not is_vector, module) in by_layer:
-            # A layer with matrices and vectors has a row for each.
+        if (not is_exact, module) in by_layer:
+            # A layer with parameters of both kinds has a row for each.
             last_parts = [each.name.rpartition(".")[2] for each in members]
             name = f"{module}.{' + '.join(last_parts)}"
-        (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
+        (exact if is_exact else matrices).append(Layer(name, tuple(members)))
     whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
     found = candidates(whole, matrices)
     # Of two that hold as much, the mode itself, which has a shorter name.
@@ -169,4 +169,4 @@ def judge(parameters: list[ParameterSums], held: Mapping[str, int] | None = None
     )
     chosen = next((each for each in found if not each.loses), found[-1])
     matrices.sort(key=lambda each: each.distance("bf16_stochastic"))
-    return Verdict(chosen, found, matrices + vectors, everything)
+    return Verdict(chosen, found, matrices + exact, everything)
