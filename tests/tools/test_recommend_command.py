@@ -151,6 +151,49 @@ def test_of_an_optimizer_that_steps_others_each_step_counts_once(here):
     assert [each.looks for each in found.parameters.values()] == [2] * 4
 
 
+STEPS = {
+    "plain": "optimizer.zero_grad(); loss().backward(); optimizer.step()",
+    # Its gradients are made within the step, as Lightning's are.
+    "closure": "optimizer.step(closure)",
+    "keyword": "optimizer.step(closure=closure)",
+    # A fused optimizer is given the gradients of the scaled loss.
+    "scaler": "optimizer.zero_grad(); scaler.scale(loss()).backward(); scaler.step(optimizer)",
+}
+
+
+def test_gradients_are_those_that_the_step_uses(capsys, here):
+    found = {}
+    for kind, step in STEPS.items():
+        (here / "steps.py").write_text(f"""
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+loss = lambda: (model(torch.ones(8, 32)) - 1).square().mean()
+
+def closure():
+    optimizer.zero_grad()
+    made = loss()
+    made.backward()
+    return made
+
+for _ in range(9):
+    {step}
+    scaler._scale is None or scaler.update()
+""")
+        # A single step has no gradients of an earlier one.
+        for steps in ("1", "6"):
+            status, content, err = recommend(capsys, "steps.py", "-n", steps)
+            assert status == 0, err
+            found[kind, steps] = content
+    for (_, steps), content in found.items():
+        plain = found["plain", steps]
+        largest = content["ranges"]["largest_gradient"]
+        assert largest == pytest.approx(plain["ranges"]["largest_gradient"], rel=1e-6)
+        assert content["recipes"][1]["distance"] == pytest.approx(plain["recipes"][1]["distance"])
+
+
 def test_a_script_that_looks_for_its_batch_size_is_measured_after_a_step_that_failed(capsys, here):
     """As accelerate.utils.find_executable_batch_size does; a step that raised calls no hook."""
     (here / "search.py").write_text("""

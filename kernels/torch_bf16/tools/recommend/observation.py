@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -30,7 +30,6 @@ from .updates import ParameterSums
 __all__ = ["Enough", "Observation", "Observer", "Refused"]
 
 _SAMPLE = 4096
-_Sample = tuple[Tensor, Tensor, Tensor]
 
 
 class Enough(BaseException):
@@ -82,6 +81,27 @@ class Observation:
         return max((each.looks for each in self.parameters.values()), default=0)
 
 
+@dataclass
+class _Before:
+    """Some elements of a parameter before a step, on the CPU.
+
+    Attributes:
+        parameter: the parameter.
+        rate: its learning rate.
+        at: the numbers of its optimizer and group.
+        where: the elements' indices.
+        weight: the elements.
+        gradient: their gradient; None until there is one.
+    """
+
+    parameter: Tensor
+    rate: float
+    at: tuple[int, int]
+    where: Tensor
+    weight: Tensor
+    gradient: Tensor | None = None
+
+
 class Observer:
     """Observes the second half of some steps of every optimizer, then ends the ``with`` block.
 
@@ -101,7 +121,7 @@ class Observer:
         self.found = Observation()
         self._steps, self._progress = steps, progress
         self._depth, self._outer = 0, None
-        self._before: list[tuple[Tensor, float, tuple[int, int], _Sample]] = []
+        self._before: list[_Before] = []
         self._watching: dict[int, _Watcher] = {}
 
     def __enter__(self) -> Observer:
@@ -121,14 +141,14 @@ class Observer:
             raise ValueError(str(error)) from error
         return isinstance(error, Enough)
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         # The step of the frame above this one is about to begin.
         if not _is_in_method_of(self._outer, sys._getframe(2)):
             self._depth = 0  # a step that raised had no end
         self._depth += 1
         # If an optimizer steps another one, the outer one decides how the weights move.
         if self._depth > 1:
-            return
+            return None
         self._outer = optimizer
         number = self._number(optimizer)
         found = self.found
@@ -140,20 +160,39 @@ class Observer:
             # Of a script that ends by itself, before this observer ends it.
             found.schedulers = schedulers_of(found.optimizers)
         if not looking:
-            return
+            return None
         if isinstance(optimizer, BF16Optimizer):
             if number not in self._watching:
                 # A script may convert its optimizer after its first steps.
                 self._watch(optimizer, number)
             self._watching[number].looking = True
-            return
-        self._before.clear()
-        for at, group in enumerate(optimizer.param_groups):
-            rate = rate_of(group)
-            # Complex parameters are fp32 by every recipe.
-            for parameter in (p for p in group["params"] if not p.is_complex()):
-                if parameter.grad is not None and rate != 0 and local(parameter).numel():
-                    self._before.append((parameter, rate, (number, at), _sample(parameter)))
+            return None
+        self._before = [*_sampled(optimizer, number)]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._take_gradients(optimizer)
+            return None
+
+        def observed(*given: Any, **named: Any) -> Any:
+            # Gradients of before are of another step.
+            loss = closure(*given, **named)
+            self._take_gradients(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
+
+    def _take_gradients(self, optimizer: Any) -> None:
+        # Of a GradScaler, which leaves it to fused optimizers to divide by it.
+        scale = getattr(optimizer, "grad_scale", None)
+        for each in self._before:
+            if (found := each.parameter.grad) is None:
+                continue
+            gradient = local(found).detach()
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            sample = gradient.reshape(-1)[each.where].float().cpu()
+            each.gradient = sample if scale is None else sample / float(scale)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -163,7 +202,9 @@ class Observer:
         if number in self._watching:
             self._watching[number].looking = False
         else:
-            self._compare()
+            # A fused optimizer takes no step if a GradScaler has found infinities.
+            skipped = bool(getattr(optimizer, "found_inf", None))
+            self._compare(skipped)
             self._convert_if_rounding(optimizer, number)
         taken = self.found.steps[number]
         self._progress(f"step {taken} of {self._steps}")
@@ -221,16 +262,18 @@ class Observer:
         self.found.converted.append(kind)
         self._watch(optimizer, number)
 
-    def _compare(self) -> None:
-        finite = True
-        for parameter, rate, at, (weight, gradient, where) in self._before:
-            if not bool(gradient.isfinite().all()):
+    def _compare(self, skipped: bool) -> None:
+        finite = not skipped
+        for each in self._before:
+            if skipped or each.gradient is None:
+                continue
+            if not bool(each.gradient.isfinite().all()):
                 finite = False
                 continue
-            after = local(parameter).detach().reshape(-1)[where].cpu()
-            if parameter.dtype == torch.float32:
-                self.sums(parameter, at).add(
-                    weight, after.double() - weight, gradient, _positive(rate)
+            after = local(each.parameter).detach().reshape(-1)[each.where].cpu()
+            if each.parameter.dtype == torch.float32:
+                self.sums(each.parameter, each.at).add(
+                    each.weight, after.double() - each.weight, each.gradient, _positive(each.rate)
                 )
         self.found.infinite += not finite
         self._before.clear()
@@ -256,6 +299,10 @@ class _Watcher:
         """Called by the optimizer."""
         if not self.looking:
             return
+        if inputs.is_skipped:
+            self._observer.found.infinite += 1
+            return
+        multiplier = float(inputs.multiplier)
         found, finite = self._observer.found, True
         for each in members:
             parameter = each.shard.parameter
@@ -266,8 +313,8 @@ class _Watcher:
             rate = rate_of(group)
             if rate == 0 or not each.shard.memory.numel() or parameter.is_complex():
                 continue
-            taken = sample_of(each, group, float(inputs.multiplier), _SAMPLE)
-            gradient = each.shard.gradient().reshape(-1)[taken.where].float().cpu()
+            taken = sample_of(each, group, multiplier, _SAMPLE)
+            gradient = each.shard.gradient().reshape(-1)[taken.where].float().cpu() * multiplier
             if not bool(gradient.isfinite().all()):
                 finite = False
                 continue
@@ -279,13 +326,17 @@ class _Watcher:
         """Called by the optimizer."""
 
 
-def _sample(parameter: Tensor) -> _Sample:
-    """Some elements of a parameter and of its gradient, on the CPU, and their places."""
-    memory, gradient = local(parameter).detach(), local(parameter.grad)  # pyright: ignore
-    where = places(memory.numel(), _SAMPLE, memory.device)
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    elements = memory.reshape(-1)[where].cpu().double()
-    return elements, gradient.detach().reshape(-1)[where].float().cpu(), where
+def _sampled(optimizer: torch.optim.Optimizer, number: int) -> Iterator[_Before]:
+    for at, group in enumerate(optimizer.param_groups):
+        rate = rate_of(group)
+        # Complex parameters are fp32 by every recipe.
+        for parameter in (p for p in group["params"] if not p.is_complex()):
+            memory = local(parameter).detach()
+            trained = parameter.requires_grad or parameter.grad is not None
+            if trained and rate != 0 and memory.numel():
+                where = places(memory.numel(), _SAMPLE, memory.device)
+                elements = memory.reshape(-1)[where].cpu().double()
+                yield _Before(parameter, rate, (number, at), where, elements)
 
 
 def _positive(rate: float) -> float:
