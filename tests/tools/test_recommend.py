@@ -11,6 +11,7 @@ from torch_bf16 import get_recipe
 from torch_bf16.tools.recommend import models
 from torch_bf16.tools.recommend.lines import launch_line, lines
 from torch_bf16.tools.recommend.models import errors_of, to_tf32
+from torch_bf16.tools.recommend.report import rounded
 from torch_bf16.tools.recommend.updates import Layer, ParameterSums
 from torch_bf16.tools.recommend.verdict import DISTANCE, LEARNED, judge
 
@@ -99,6 +100,13 @@ def test_the_smallest_is_the_one_that_holds_least_with_this_optimizer():
     held = {"bf16-stochastic": 4, "bf16+8": 5, "bf16+16": 6, "bf16-fp32-master": 6}
     assert judge([seen(update=1e-8)], held).chosen.name == "bf16-fp32-master"
     assert judge([seen(update=1e-6)], {**held, "bf16+8": 7}).chosen.name == "bf16-fp32-master"
+
+
+def test_a_few_weights_at_zero_do_not_rule_the_mean():
+    """As of LoRA, whose second matrices start at 0, where spacings are as small as the step."""
+    whole = rounded(judge([seen()])).spacings()
+    both = rounded(judge([seen(), seen("b.weight", size=1e-12, shape=(8, 8))])).spacings()
+    assert both == pytest.approx(whole, rel=0.05)
 
 
 def test_recipes_begin_to_lose_at_the_rate_that_is_said():

@@ -27,12 +27,10 @@ def reasons(content: Mapping[str, Any]) -> list[str]:
 
 
 def _nearest(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    matrices = [each for each in content["layers"] if not each["exact"]] or content["layers"]
-    numel = sum(each["elements"] for each in matrices)
-    step = sum(each["spacings_per_step"] * each["elements"] for each in matrices) / numel
     return (
-        f"a step moves a weight by {step:.2g} of a bf16 spacing on average: rounded to nearest, as "
-        f"bf16-true does, {row['lost_updates']:.0%} of the updates are lost at this rate"
+        f"a step moves weights by {content['spacings_per_step']:.2g} of their bf16 spacings on "
+        f"average: rounded to nearest, as bf16-true does, {row['lost_updates']:.0%} of the updates "
+        "are lost at this rate"
     )
 
 

@@ -19,7 +19,7 @@ from .reasons import megabytes, reasons
 from .updates import BITS, Layer
 from .verdict import DISTANCE, LAYER_DISTANCE, Candidate, Verdict
 
-__all__ = ["record", "show"]
+__all__ = ["record", "rounded", "show"]
 
 _NEAREST = "bf16-true"
 _SHOWN = ("bf16_stochastic", "bf16+8")
@@ -58,6 +58,8 @@ def record(
         "lr": peak,
         "parameters": shapes.numel,
         "trained": shapes.trained,
+        # Paths over spacings: a few weights at 0, as of LoRA, would outweigh a mean of shares.
+        "spacings_per_step": rounded(verdict).spacings() / total,
         "thresholds": {"distance": DISTANCE, "layer_distance": LAYER_DISTANCE},
         "recommended": verdict.chosen.name,
         "lines": lines(host.name, verdict.chosen, command),
@@ -86,6 +88,12 @@ def record(
         )
     content["reasons"] = reasons(content)
     return content
+
+
+def rounded(verdict: Verdict) -> Layer:
+    """All matrices that a recipe can round; everything if there is none."""
+    found = [p for p in verdict.everything.parameters if not p.is_exact]
+    return Layer("all matrices", tuple(found)) if found else verdict.everything
 
 
 def _recipes(
