@@ -194,6 +194,40 @@ for _ in range(9):
         assert content["recipes"][1]["distance"] == pytest.approx(plain["recipes"][1]["distance"])
 
 
+CAUGHT = """
+import sys, torch
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+try:
+    for step in range(40):
+        try:
+            model(torch.randn(8, 32)).square().mean().backward()
+            optimizer.step()
+        except:
+            if {stop}:
+                raise RuntimeError("of its own")
+except BaseException:
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("stop", "then"), [("True", "raise"), ("True", "pass"), ("step > 30", "pass")]
+)
+def test_a_script_that_catches_its_end_is_ended_all_the_same(stop, then, capsys, here, monkeypatch):
+    left = []
+    monkeypatch.setattr(runs.os, "_exit", left.append)
+    (here / "catches.py").write_text(CAUGHT.format(stop=stop, then=then))
+    given = ["recommend", "catches.py", "-n", "4", "--json", "found.json"]
+    assert cli.main(given) == 0
+    found = json.loads((here / "found.json").read_text())
+    assert (found["steps"], found["looks"]) == (4, 2)
+    assert "catches even the exception that ends it" in " ".join(found["notes"])
+    # Only another step needs a process that ends there.
+    assert left[:1] == ([0] if stop != "True" else [])
+    assert "RECOMMENDED" in capsys.readouterr().out
+
+
 def test_a_script_that_looks_for_its_batch_size_is_measured_after_a_step_that_failed(capsys, here):
     """As accelerate.utils.find_executable_batch_size does; a step that raised calls no hook."""
     (here / "search.py").write_text("""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class Observation:
             seen by converting them.
         unseen: names of parameters whose updates cannot be known before they are stored.
         infinite: observed steps with gradients that are not finite.
+        caught: whether the program caught the exception that ends it, and went on.
     """
 
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -74,6 +75,7 @@ class Observation:
     converted: list[str] = field(default_factory=list)
     unseen: set[str] = field(default_factory=set)
     infinite: int = 0
+    caught: bool = False
 
     @property
     def looks(self) -> int:
@@ -112,14 +114,22 @@ class Observer:
     Args:
         steps: how many steps an optimizer takes, at least 1.
         progress: called with a line of text after each step.
+        leave: called if the program has caught the exception that ends it and takes another step.
+            It is given what raises the error, or returns what was observed, and must not return.
 
     Raises:
         ValueError: at the end of the block, if the training cannot be measured.
     """
 
-    def __init__(self, steps: int, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        steps: int,
+        progress: Callable[[str], None],
+        leave: Callable[[Callable[[], Observation]], object] | None = None,
+    ) -> None:
         self.found = Observation()
-        self._steps, self._progress = steps, progress
+        self._steps, self._progress, self._leave = steps, progress, leave
+        self._end: Enough | None = None
         self._depth, self._outer = 0, None
         self._before: list[_Before] = []
         self._watching: dict[int, _Watcher] = {}
@@ -132,16 +142,38 @@ class Observer:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        self._release()
+        if self._end is None or isinstance(error, KeyboardInterrupt):
+            return False
+        # What a program does after it has caught its end, as failing, is no matter any more.
+        self.found.caught = error is not self._end
+        self._conclude()
+        return True
+
+    def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
         for each in self._watching.values():
             each.optimizer.observers.remove(each)
+        self._watching.clear()
         self.found.models.release()
-        if isinstance(error, Refused):
-            raise ValueError(str(error)) from error
-        return isinstance(error, Enough)
+
+    def _conclude(self) -> Observation:
+        if isinstance(self._end, Refused):
+            raise ValueError(str(self._end)) from self._end
+        return self.found
+
+    def _stop(self, end: Enough) -> NoReturn:
+        if self._end is not None and self._leave is not None:
+            self.found.caught = True
+            self._release()
+            self._leave(self._conclude)
+        self._end = self._end or end
+        raise self._end
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._end is not None:
+            self._stop(self._end)
         # The step of the frame above this one is about to begin.
         if not _is_in_method_of(self._outer, sys._getframe(2)):
             self._depth = 0  # a step that raised had no end
@@ -210,7 +242,7 @@ class Observer:
         self._progress(f"step {taken} of {self._steps}")
         if taken >= self._steps:
             self.found.schedulers = schedulers_of(self.found.optimizers)
-            raise Enough
+            self._stop(Enough())
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         found = self.found
@@ -224,7 +256,7 @@ class Observer:
         trainable = {torch.float32, torch.bfloat16, torch.complex64}
         kinds = {p.dtype for p in parameters} - trainable
         if kinds:
-            raise Refused(
+            self._refuse(
                 f"{type(optimizer).__name__} trains weights in "
                 f"{', '.join(sorted(map(str, kinds)))}, but recipes are for fp32 weights that "
                 "become bf16: give it weights in fp32 (precision='32-true', dtype=torch.float32)"
@@ -238,13 +270,16 @@ class Observer:
 
     def _watch(self, optimizer: BF16Optimizer, number: int) -> None:
         if optimizer._engine.release is not None:
-            raise Refused(
+            self._refuse(
                 f"{type(optimizer).__name__} releases gradients: it steps inside the backward "
                 "pass, one parameter at a time. Leave release_gradients out to measure it"
             )
         watcher = _Watcher(self, optimizer, number)
         self._watching[number] = watcher
         optimizer.observers.append(watcher)
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._stop(Refused(why))
 
     def _convert_if_rounding(self, optimizer: Any, number: int) -> None:
         groups = optimizer.param_groups
@@ -254,11 +289,11 @@ class Observer:
         try:
             convert(optimizer, "bf16-fp32-master")
         except (ValueError, NotImplementedError) as error:
-            raise Refused(
+            self._refuse(
                 f"{kind} steps over bf16 weights and rounds what it intends to nearest, and it "
                 f"cannot be converted to exact masters to be watched: {error}. Give it weights in "
                 "fp32"
-            ) from error
+            )
         self.found.converted.append(kind)
         self._watch(optimizer, number)
 

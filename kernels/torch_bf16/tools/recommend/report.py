@@ -74,6 +74,12 @@ def record(
             f"{', '.join(found.converted)} steps over bf16 weights, so what it intends is lost "
             "before it can be seen: it was converted to exact masters from its second step on"
         )
+    if found.caught:
+        notes.append(
+            "the script catches even the exception that ends it, by `except:` or `except "
+            "BaseException:`, and went on until its next step or its own end; `except Exception:` "
+            "lets it pass"
+        )
     if found.models.kept:
         notes.append(
             f"what keep_fp32=({', '.join(found.models.kept)},) keeps in fp32 was judged as such: "
