@@ -100,6 +100,11 @@ def declared():
     model, data, optimizer = made(1e-5)
     model._keep_in_fp32_modules_strict = ["net.0"]
     return model, data, optimizer
+def in_groups():
+    model, data, _ = made(1e-3)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
+    return model, data, torch.optim.SGD(groups, lr=1e-3)
 def two():
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
     model = Two(first, second)

@@ -60,6 +60,15 @@ def test_bytes_are_those_of_estimate(capsys, here):
         assert rows[name] == total
 
 
+def test_bytes_are_those_of_each_group(capsys, here):
+    """Only the first matrix has a momentum."""
+    _, found, _ = recommend(capsys, "mine_to_train:in_groups", "-n", "4")
+    rows = {each["name"]: each["bytes"] for each in found["recipes"]}
+    first, others = 32 * 64, 64 + 128 + 64 + 1
+    assert rows["32-true"] == 12 * first + 8 * others
+    assert rows["bf16-stochastic"] == 6 * first + 4 * 64 + 6 * (others - 64)
+
+
 def test_a_script_may_prepare_its_optimizer_after_some_steps(capsys, here):
     (here / "late.py").write_text(
         "import torch, torch_bf16\n"
