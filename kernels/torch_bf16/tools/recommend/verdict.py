@@ -34,8 +34,14 @@ from torch_bf16.tools.sampling import layer_of
 from .updates import Layer, ParameterSums
 
 __all__ = [
-    *("CANDIDATES", "DISTANCE", "LAYER_DISTANCE", "LEARNED", "Candidate", "Verdict"),
-    *("candidates", "judge"),
+    "CANDIDATES",
+    "DISTANCE",
+    "LAYER_DISTANCE",
+    "LEARNED",
+    "Candidate",
+    "Verdict",
+    "candidates",
+    "judge",
 ]
 
 LEARNED = 0.998
