@@ -45,7 +45,7 @@ ROOMS = {
     "transformers": ("accelerate_bf16", "torch_bf16/tools/estimate/sources"),
     "trl": ("accelerate_bf16",),
     "safetensors": ("torch_bf16/checkpoints/export",),
-    "peft": ("accelerate_bf16",),
+    "peft": (),
     "matplotlib": ("torch_bf16/tools/bench/plot", "torch_bf16/tools/compare/figure"),
     "rich": ("torch_bf16/tools/output",),
     "tensorboard": ("torch_bf16/tools/compare/logs",),

@@ -90,6 +90,21 @@ def cast():
     model, data, optimizer = made(1e-5)
     torch_bf16.prepare(model, optimizer)
     return Autocast(model), data, optimizer
+def kept():
+    import torch_bf16
+    model, data, optimizer = made(1e-5)
+    recipe = torch_bf16.get_recipe("bf16-stochastic", keep_fp32=("net.0",))
+    torch_bf16.prepare(model, optimizer, recipe)
+    return Autocast(model), data, optimizer
+def declared():
+    model, data, optimizer = made(1e-5)
+    model._keep_in_fp32_modules_strict = ["net.0"]
+    return model, data, optimizer
+def in_groups():
+    model, data, _ = made(1e-3)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
+    return model, data, torch.optim.SGD(groups, lr=1e-3)
 def two():
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
     model = Two(first, second)
@@ -134,21 +149,24 @@ SCRIPT = """
 import sys, torch
 from torch import nn
 
+def main():
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
+    try:
+        for step in range(100):
+            loss = (model(torch.randn(8, 32)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    except Exception as error:
+        print("swallowed", error)
+    torch.save(model.state_dict(), "after_training.pt")
+
 print("prints", sys.argv[1:])
-torch.manual_seed(0)
-model = nn.Linear(32, 32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
-schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
-try:
-    for step in range(100):
-        loss = (model(torch.randn(8, 32)) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-except Exception as error:
-    print("swallowed", error)
-torch.save(model.state_dict(), "after_training.pt")
+main()
 """
 
 

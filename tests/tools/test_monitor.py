@@ -184,8 +184,9 @@ def test_loading_a_state_dict_leaves_the_monitor_in_place():
 
 def test_bad_arguments_are_named():
     _, optimizer = model_and_optimizer("bf16_stochastic", lr=1e-3)
-    with pytest.raises(ValueError, match="every=0 must be a positive int"):
-        UpdateMonitor(optimizer, every=0)
+    for name, value in (("every", 0), ("every", True), ("horizon", True), ("sample", 1.0)):
+        with pytest.raises(ValueError, match=f"{name}={value} must be a positive int"):
+            UpdateMonitor(optimizer, **{name: value})
     with pytest.raises(ValueError, match="sample=None must be a positive int"):
         UpdateMonitor(optimizer, sample=None)
     plain = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from torch_bf16 import get_recipe
+from torch_bf16.model import kept_fp32
+from torch_bf16.tools.recommend import models
 from torch_bf16.tools.recommend.lines import launch_line, lines
 from torch_bf16.tools.recommend.models import errors_of, to_tf32
+from torch_bf16.tools.recommend.report import rounded
 from torch_bf16.tools.recommend.updates import Layer, ParameterSums
 from torch_bf16.tools.recommend.verdict import DISTANCE, LEARNED, judge
 
@@ -83,7 +86,7 @@ def test_samples_stand_for_the_whole_parameter():
 
 @pytest.mark.parametrize(
     ("update", "name"),
-    [(1e-4, "bf16-stochastic"), (1e-6, "bf16+8"), (1e-8, "bf16-fp32-master")],
+    [(1e-4, "bf16-stochastic"), (1e-6, "bf16+8"), (1e-8, "bf16+16")],
 )
 def test_the_smallest_recipe_that_loses_nothing_is_chosen(update, name):
     verdict = judge([seen(update=update), seen("a.bias", shape=(64,), update=update)])
@@ -91,6 +94,20 @@ def test_the_smallest_recipe_that_loses_nothing_is_chosen(update, name):
     assert [each.loses for each in verdict.candidates] == sorted(
         (each.loses for each in verdict.candidates), reverse=True
     )
+
+
+def test_the_smallest_is_the_one_that_holds_least_with_this_optimizer():
+    """Without moments exact masters take as much with both recipes: then the mode itself."""
+    held = {"bf16-stochastic": 4, "bf16+8": 5, "bf16+16": 6, "bf16-fp32-master": 6}
+    assert judge([seen(update=1e-8)], held).chosen.name == "bf16-fp32-master"
+    assert judge([seen(update=1e-6)], {**held, "bf16+8": 7}).chosen.name == "bf16-fp32-master"
+
+
+def test_a_few_weights_at_zero_do_not_rule_the_mean():
+    """As of LoRA, whose second matrices start at 0, where spacings are as small as the step."""
+    whole = rounded(judge([seen()])).spacings()
+    both = rounded(judge([seen(), seen("b.weight", size=1e-12, shape=(8, 8))])).spacings()
+    assert both == pytest.approx(whole, rel=0.05)
 
 
 def test_recipes_begin_to_lose_at_the_rate_that_is_said():
@@ -115,6 +132,14 @@ def test_vectors_lose_nothing_because_they_are_exact():
     verdict = judge([seen("norm.weight", size=1.0, update=1e-9, shape=(64,))])
     assert verdict.chosen.name == "bf16-stochastic"
     assert verdict.chosen.noise == 0
+
+
+def test_adapters_of_peft_that_stay_fp32_lose_nothing(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    monkeypatch.setattr(kept_fp32, "fp32_adapters", lambda module: [model[1].weight])
+    found = models.Models()
+    found.add([*model.parameters()])
+    assert [*map(found.stays_fp32, model.parameters())] == [False, False, True, False]
 
 
 def test_nothing_that_moves_is_no_answer():

@@ -69,7 +69,7 @@ def test_hosts_tell_their_steps_and_get_their_own_lines(
     printed = call_in_fork(recommend, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["host"], found["total_steps"]) == (host, steps)
-    assert found["recommended"] in ("bf16+8", "bf16-fp32-master")
+    assert found["recommended"] in ("bf16+8", "bf16+16")
     assert first in found["lines"][0]
     assert "NEVER HERE" not in printed
     assert [each.name for each in tmp_path.rglob("*.safetensors")] == []

@@ -93,6 +93,7 @@ def test_a_factory_of_something_else_ends_with_status_2_and_the_reason(name, cap
         (["train.py", "--lr", "1e-3"], "--lr is for factories"),
         (["mine_to_train:fast", "--lr", "1e-3"], "returned an optimizer, which has its own"),
         (["mine_to_train:fast", "--", "--lr", "1"], "arguments after -- are for scripts"),
+        (["train.py", "--total-steps", "5"], "is less than --steps 20"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )

@@ -105,7 +105,8 @@ class UpdateMonitor:
                 "remove() of what release_gradients returned"
             )
         for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
-            if (name, number) != ("every", None) and (not isinstance(number, int) or number < 1):
+            is_int = isinstance(number, int) and not isinstance(number, bool)
+            if (name, number) != ("every", None) and (not is_int or number < 1):
                 raise ValueError(f"{name}={number!r} must be a positive int")
         self.every, self.sample, self.horizon, self.warn = every, sample, horizon, warn
         self.layers: dict[str, LayerUpdate] = {}

@@ -68,7 +68,7 @@ def write_json(found: Mapping[str, Any], target: Path | str) -> None:
     """Write a command's results to a file or standard output; null stands for NaN and infinity."""
     text = json.dumps(_finite(found), indent=2, allow_nan=False)
     if target == STANDARD_OUTPUT:
-        print(text, file=_json_stream)
+        print(text, file=_json_stream, flush=True)
     else:
         write_text(Path(target), text + "\n")
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch_bf16.foreign.convertible import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
-from torch_bf16.tools.output import progress_line, publish
+from torch_bf16.tools.output import exit_status, progress_line, publish
 
 from .host import Host, planned_rates
 from .observation import Observation
@@ -69,14 +70,29 @@ def recommend(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError, ImportError: there is no such training, or it cannot be measured.
     """
-    text = options.training
+    text, asked = options.training, options.total_steps
     keep_inputs(options.json, text)
+    if asked is not None and asked < options.steps:
+        raise ValueError(
+            f"--total-steps {asked} is less than --steps {options.steps}: the steps that are taken "
+            f"are the first ones of the whole run. Give --steps {asked} or fewer"
+        )
+
+    def finish(concluded: Callable[[], Observation]) -> int:
+        return exit_status("recommend", lambda: _report(options, concluded()))
+
     with progress_line(sys.stderr) as progress:
-        found = observe(text, options.arguments, options.steps, options.lr, progress)
+        found = observe(text, options.arguments, options.steps, options.lr, progress, finish)
+    return _report(options, found)
+
+
+def _report(options: argparse.Namespace, found: Observation) -> int:
+    """Say what follows from what was observed, and return the exit status."""
+    text = options.training
     _check(found)
     notes = _plan(found, options.total_steps)
-    verdict = judge(list(found.parameters.values()))
-    shapes, held, note = sizes(found, verdict.candidates)
+    shapes, held, note = sizes(found)
+    verdict = judge([*found.parameters.values()], {name: each.held for name, each in held.items()})
     # A factory is not a program.
     command = shlex.join(["python", text, *options.arguments]) if Path(text).exists() else text
     notes += [note] if note else []
@@ -124,7 +140,8 @@ def _plan(found: Observation, asked: int | None) -> list[str]:
         )
     total = max(total, max(found.steps))
     for number, optimizer in enumerate(found.optimizers):
-        rates, why = planned_rates(optimizer, found.rates[number], total)
+        schedulers = found.schedulers[number]
+        rates, why = planned_rates(optimizer, schedulers, found.rates[number], total)
         if why is not None and len(rates) > found.steps[number]:
             notes.append(f"the last learning rate is assumed for the rest of the run: {why}")
         # One length per group; a group added after the first steps has that of the last one.

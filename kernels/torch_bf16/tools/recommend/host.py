@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Host", "host_of", "planned_rates", "rate_of"]
+from torch_bf16.living import instances_of
+
+__all__ = ["Host", "host_of", "planned_rates", "rate_of", "schedulers_of"]
 
 # The modules and packages whose methods call the step, and the hosts that they belong to.
 _HOSTS = {
@@ -76,12 +77,16 @@ def _steps(owner: Any) -> int | None:
 
 
 def planned_rates(
-    optimizer: torch.optim.Optimizer, taken: list[list[float]], steps: int
+    optimizer: torch.optim.Optimizer,
+    schedulers: Sequence[Any],
+    taken: list[list[float]],
+    steps: int,
 ) -> tuple[list[list[float]], str | None]:
     """Learning rates of the whole of a run that has been ended: steps its schedule to the end.
 
     Args:
         optimizer: its groups' rates are set by the schedule; mutated.
+        schedulers: what :func:`schedulers_of` found of it.
         taken: the rates of its groups at each step that was taken.
         steps: the length of the whole run.
 
@@ -93,7 +98,6 @@ def planned_rates(
     missing = steps - len(rates)
     if missing <= 0 or not rates:
         return rates, None
-    schedulers = list(_schedulers(optimizer))
     constant = [rates[-1]] * missing
     if not schedulers:
         return rates + constant, "no schedule of torch.optim.lr_scheduler was found"
@@ -115,13 +119,14 @@ def planned_rates(
     return rates, None
 
 
-def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The schedulers of an optimizer, except those that another scheduler steps."""
-    # Not isinstance(), which calls into lazy modules and proxies.
-    living = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
-    attached = [x for x in living if _bare(getattr(x, "optimizer", None)) is optimizer]
-    inner = {id(y) for x in attached for y in getattr(x, "_schedulers", ())}
-    return (x for x in attached if id(x) not in inner)
+def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
+    """The living schedulers of each optimizer, except those that another scheduler steps."""
+    living = instances_of(LRScheduler)
+    inner = {id(y) for x in living for y in getattr(x, "_schedulers", ())}
+    outer = [x for x in living if id(x) not in inner]
+    return [
+        [x for x in outer if _bare(getattr(x, "optimizer", None)) is each] for each in optimizers
+    ]
 
 
 def _bare(optimizer: Any) -> Any:

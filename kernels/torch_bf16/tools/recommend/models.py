@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_bf16.living import instances_of
+from torch_bf16.model.cast_modules import cast_recipes, is_of_cast_model
+from torch_bf16.model.kept_fp32 import fp32_parameters
 from torch_bf16.sharding import bare_name, is_whole
 
 __all__ = ["ROUNDED", "Models", "Passing", "to_tf32"]
@@ -55,13 +57,16 @@ class Models:
         roots: the outermost modules.
         passing: what was measured of their submodules, by name.
         measuring: whether their submodules are being measured.
+        kept: entries of ``keep_fp32`` by which they were cast.
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.passing: dict[str, Passing] = {}
         self.measuring = False
+        self.kept: list[str] = []
         self._names: dict[int, str] = {}
+        self._in_fp32: set[int] = set()
         self._prefixes: list[str] = []
         self._handles: list[Any] = []
 
@@ -72,9 +77,7 @@ class Models:
             parameters: the parameters of one optimizer.
         """
         wanted = {id(each) for each in parameters}
-        # Not isinstance(), which calls into lazy modules and proxies.
-        living = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-        living = [x for x in living if "_modules" in vars(x)]
+        living = [x for x in instances_of(nn.Module) if "_modules" in vars(x)]
         parts = {id(y) for x in living for y in x._modules.values() if y is not None}
         for root in (x for x in living if id(x) not in parts):
             named = dict(root.named_parameters())
@@ -84,12 +87,18 @@ class Models:
                 prefix = f"{type(root).__name__}{len(self.roots) + 1}." if taken else ""
                 self.roots.append(root)
                 self._prefixes.append(prefix)
+                self._in_fp32 |= _staying(root)
+                self.kept += _kept(root)
                 for name, each in named.items():
                     self._names.setdefault(id(each), prefix + bare_name(name))
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter in its model."""
         return self._names.get(id(parameter))
+
+    def stays_fp32(self, parameter: Tensor) -> bool:
+        """Whether a parameter is fp32 by every recipe."""
+        return id(parameter) in self._in_fp32
 
     def measure(self) -> None:
         """Measure the outputs of submodules from now on."""
@@ -117,6 +126,20 @@ class Models:
                 known.largest = max(known.largest, largest)
 
         return after_forward
+
+
+def _staying(root: nn.Module) -> set[int]:
+    """Ids of the parameters that stay in fp32 if a model is cast, or did when it was cast."""
+    staying = {id(p) for p in fp32_parameters(root).values()}
+    if is_of_cast_model(root):
+        staying |= {id(p) for p in root.parameters() if p.dtype == torch.float32}
+    return staying
+
+
+def _kept(root: nn.Module) -> list[str]:
+    """The entries of ``keep_fp32`` by which a model was cast, for people."""
+    keys = dict.fromkeys(key for recipe in cast_recipes(root) for key in recipe.keep_fp32)
+    return [f'"{key}"' if isinstance(key, str) else key.__name__ for key in keys]
 
 
 def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .verdict import LEARNED
 
-__all__ = ["reasons"]
+__all__ = ["megabytes", "reasons"]
 
 _SENSITIVE = 0.02
 _SHOWN = 0.0005
@@ -21,17 +21,16 @@ def reasons(content: Mapping[str, Any]) -> list[str]:
     smaller = [each for each in content["recipes"] if each["loses"] and each["noise"] is not None]
     found += [_loses(content, each) for each in smaller if each is not chosen]
     found.append(_answer(content, chosen, rows["32-true"]))
+    found += _first_step(content, chosen)
     found += _ranges(content["ranges"])
     return found
 
 
 def _nearest(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    matrices = [each for each in content["layers"] if not each["exact"]] or content["layers"]
-    numel = sum(each["elements"] for each in matrices)
-    step = sum(each["spacings_per_step"] * each["elements"] for each in matrices) / numel
     return (
-        f"a step moves a weight by {step:.2g} of a bf16 spacing on average: rounded to nearest, as "
-        f"bf16-true does, {row['lost_updates']:.0%} of the updates are lost at this rate"
+        f"a step moves weights by {content['spacings_per_step']:.2g} of their bf16 spacings on "
+        f"average: rounded to nearest, as bf16-true does, {row['lost_updates']:.0%} of the updates "
+        "are lost at this rate"
     )
 
 
@@ -56,13 +55,34 @@ def _answer(content: Mapping[str, Any], chosen: Mapping[str, Any], exact: Mappin
     saved = f"{chosen['bytes'] / exact['bytes']:.0%} of the memory of fp32"
     if chosen["distance"] is None:
         bits = "its masters have every bit of fp32, so that no update is rounded away"
-        none = "no matrix can lose anything, and vectors keep exact masters in every recipe"
-        why = bits if chosen["name"] == "bf16-fp32-master" else none
+        if chosen["name"] == "bf16+16":
+            bits += ", beside the moments of bf16-stochastic; bf16-fp32-master has fp32's, too"
+        none = "no matrix is rounded: all is fp32 or has exact masters in every recipe"
+        why = bits if chosen["weights"] == "bf16+16" else none
     else:
         why = f"rounding noise is {chosen['noise']:.2%} of what weights learn"
         if chosen["loses_below_lr"] is not None:
             why += f", and it begins to lose below lr {chosen['loses_below_lr']:.2g}"
     return f"RECOMMENDED: {content['recommended']}, with {saved}: {why}"
+
+
+def _first_step(content: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
+    """A recipe that takes more later on, but less while the bits live that the cast set aside."""
+    peak = chosen["peak_bytes"]
+    for each in content["recipes"]:
+        if each["weights"] and not each["loses"] and each["peak_bytes"] < peak:
+            return [
+                f"the first step of {chosen['name']} peaks at {megabytes(peak)} MB, because it "
+                f"still holds what the cast set aside, and that of {each['name']}, which loses "
+                f"nothing either, at {megabytes(each['peak_bytes'])} MB: take the latter if "
+                f"activations hold less than {megabytes(peak - each['bytes'])} MB"
+            ]
+    return []
+
+
+def megabytes(value: int) -> str:
+    """Format bytes in MB of 10^6 bytes."""
+    return f"{value / 1e6:,.{0 if value >= 1e8 else 2}f}"
 
 
 def _ranges(found: Mapping[str, Any]) -> list[str]:

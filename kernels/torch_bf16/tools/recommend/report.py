@@ -15,11 +15,11 @@ from .host import Host
 from .lines import launch_line, lines
 from .observation import Observation
 from .ranges import ranges
-from .reasons import reasons
+from .reasons import megabytes, reasons
 from .updates import BITS, Layer
 from .verdict import DISTANCE, LAYER_DISTANCE, Candidate, Verdict
 
-__all__ = ["record", "show"]
+__all__ = ["record", "rounded", "show"]
 
 _NEAREST = "bf16-true"
 _SHOWN = ("bf16_stochastic", "bf16+8")
@@ -58,6 +58,8 @@ def record(
         "lr": peak,
         "parameters": shapes.numel,
         "trained": shapes.trained,
+        # Paths over spacings: a few weights at 0, as of LoRA, would outweigh a mean of shares.
+        "spacings_per_step": rounded(verdict).spacings() / total,
         "thresholds": {"distance": DISTANCE, "layer_distance": LAYER_DISTANCE},
         "recommended": verdict.chosen.name,
         "lines": lines(host.name, verdict.chosen, command),
@@ -72,6 +74,17 @@ def record(
             f"{', '.join(found.converted)} steps over bf16 weights, so what it intends is lost "
             "before it can be seen: it was converted to exact masters from its second step on"
         )
+    if found.caught:
+        notes.append(
+            "the script catches even the exception that ends it, by `except:` or `except "
+            "BaseException:`, and went on until its next step or its own end; `except Exception:` "
+            "lets it pass"
+        )
+    if found.models.kept:
+        notes.append(
+            f"what keep_fp32=({', '.join(found.models.kept)},) keeps in fp32 was judged as such: "
+            "write that option beside the recipe, too"
+        )
     if found.infinite:
         notes.append(f"{found.infinite} steps with gradients that are not finite were left out")
     if found.unseen:
@@ -83,12 +96,19 @@ def record(
     return content
 
 
+def rounded(verdict: Verdict) -> Layer:
+    """All matrices that a recipe can round; everything if there is none."""
+    found = [p for p in verdict.everything.parameters if not p.is_exact]
+    return Layer("all matrices", tuple(found)) if found else verdict.everything
+
+
 def _recipes(
     verdict: Verdict, held: Mapping[str, Memory], peak: float | None
 ) -> list[dict[str, Any]]:
     rows = [
         {
             "name": name,
+            "weights": None,
             "loses": name == _NEAREST,
             "lost_updates": 1 - verdict.everything.nearest() if name == _NEAREST else 0.0,
             "distance": None,
@@ -107,6 +127,7 @@ def _recipe(each: Candidate, held: Memory, peak: float | None) -> dict[str, Any]
     finite = math.isfinite(each.distance)
     return {
         "name": each.name,
+        "weights": each.recipe.weights,
         "loses": each.loses,
         "lost_updates": 0.0,
         "distance": each.distance if finite else None,
@@ -122,7 +143,7 @@ def _bytes(held: Memory) -> dict[str, int]:
 
 
 def _layer(each: Layer, steps: int) -> dict[str, Any]:
-    exact = all(p.is_vector for p in each.parameters)
+    exact = all(p.is_exact for p in each.parameters)
     distances = {name: each.distance(name) for name in BITS} if each.moves and not exact else {}
     return {
         "name": each.name,
@@ -179,7 +200,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
 def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     verdict = "stalls" if 1 - each["lost_updates"] <= STALLING else "loses" if each["loses"] else ""
     return (
-        *(each["name"], _megabytes(each["bytes"]), _megabytes(each["peak_bytes"])),
+        *(each["name"], megabytes(each["bytes"]), megabytes(each["peak_bytes"])),
         *(share(each["noise"]), number(each["distance"], 2), number(each["loses_below_lr"], 2)),
         verdict,
     )
@@ -190,7 +211,3 @@ def _layer_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     cells = ("exact",) * 2 if each["exact"] else tuple(number(found.get(n), 2) for n in _SHOWN)
     step, lost = number(each["spacings_per_step"], 2), share(each["lost_to_nearest"])
     return (each["name"], f"{each['elements']:,}", step, lost, *cells)
-
-
-def _megabytes(value: int) -> str:
-    return f"{value / 1e6:,.{0 if value >= 1e8 else 2}f}"

@@ -32,6 +32,7 @@ def observe(
     steps: int,
     lr: float | None,
     progress: Callable[[str], None],
+    finish: Callable[[Callable[[], Observation]], int] = lambda concluded: 1,
 ) -> Observation:
     """Take some steps of a training and observe them.
 
@@ -41,6 +42,9 @@ def observe(
         steps: how many steps to take.
         lr: the learning rate of AdamW, for a factory that returns no optimizer.
         progress: called with a line of text after each step.
+        finish: does the rest of the command's work and returns its exit status, in a process that
+            ends there: a script that catches all that is raised ends by nothing else. It is given
+            what returns the observation or raises the error.
 
     Raises:
         ValueError, OSError, ImportError: there is no such training, or it cannot be measured; the
@@ -62,7 +66,7 @@ def observe(
         raise ValueError(f"{path} is a folder. It must be {KINDS}")
     if lr is not None:
         raise ValueError("--lr is for factories without an optimizer; a script has its own")
-    return _of_script(path, arguments, steps, progress)
+    return _of_script(path, arguments, steps, progress, finish)
 
 
 def _of_factory(
@@ -108,10 +112,28 @@ def _of_factory(
 
 
 def _of_script(
-    path: Path, arguments: Sequence[str], steps: int, progress: Callable[[str], None]
+    path: Path,
+    arguments: Sequence[str],
+    steps: int,
+    progress: Callable[[str], None],
+    finish: Callable[[Callable[[], Observation]], int],
 ) -> Observation:
     ended = "ended"
-    with Observer(steps, progress) as observer, _as_program(path, arguments):
+    program = contextlib.ExitStack()
+
+    def leave(concluded: Callable[[], Observation]) -> None:
+        # With the streams that the command has beside its script.
+        program.close()
+        status = 1
+        try:
+            status = finish(concluded)
+        # The script would catch it.
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+
+    with Observer(steps, progress, leave) as observer, program:
+        program.enter_context(_as_program(path, arguments))
         try:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as error:

@@ -41,6 +41,7 @@ class ParameterSums:
         name: the parameter's name.
         shape: the shape of the whole parameter.
         rate: which learning rate its updates follow: the numbers of its optimizer and group.
+        stays_fp32: whether it is fp32 by every recipe.
 
     Attributes:
         looks: how many steps were observed.
@@ -53,8 +54,15 @@ class ParameterSums:
         length: sum of the learning rates of the whole run, or the number of its steps.
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], rate: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rate: tuple[int, int],
+        stays_fp32: bool = False,
+    ) -> None:
         self.name, self.shape, self.rate = name, shape, rate
+        self._stays_fp32 = stays_fp32
         self.looks = self.elements = 0
         self.sums: Tensor = torch.zeros(len(_NAMES), dtype=torch.float64)
         self.exponents: Tensor = torch.zeros(_EXPONENTS, dtype=torch.int64)
@@ -62,9 +70,9 @@ class ParameterSums:
         self.length = 1.0
 
     @property
-    def is_vector(self) -> bool:
-        """Whether every recipe keeps it exactly: norm gains and biases."""
-        return len(self.shape) < 2
+    def is_exact(self) -> bool:
+        """Whether every recipe keeps it exactly: norm gains, biases and what stays in fp32."""
+        return self._stays_fp32 or len(self.shape) < 2
 
     def add(self, weight: Tensor, update: Tensor, gradient: Tensor, lr: float) -> None:
         """Add one observed step.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_bf16.recipe import Recipe, get_recipe
@@ -32,7 +33,16 @@ from torch_bf16.tools.sampling import layer_of
 
 from .updates import Layer, ParameterSums
 
-__all__ = ["DISTANCE", "LAYER_DISTANCE", "LEARNED", "Candidate", "Verdict", "candidates", "judge"]
+__all__ = [
+    "CANDIDATES",
+    "DISTANCE",
+    "LAYER_DISTANCE",
+    "LEARNED",
+    "Candidate",
+    "Verdict",
+    "candidates",
+    "judge",
+]
 
 LEARNED = 0.998
 """Share of the improvement below which a recipe is said to lose."""
@@ -91,7 +101,7 @@ class Verdict:
     Attributes:
         chosen: the smallest recipe that loses nothing.
         candidates: all recipes that were judged, the smallest first.
-        layers: matrices first, by increasing ``S`` in bf16, then vectors.
+        layers: matrices that can lose first, by increasing ``S`` in bf16, then what is exact.
         everything: all matrices and vectors together.
     """
 
@@ -101,22 +111,24 @@ class Verdict:
     everything: Layer
 
 
-_CANDIDATES = (
-    ("bf16-stochastic", "bf16-stochastic", {}),
-    ("bf16+8", "bf16-stochastic", {"weights": "bf16+8"}),
-    ("bf16-fp32-master", "bf16-fp32-master", {}),
-)
+CANDIDATES: dict[str, tuple[str, dict[str, str]]] = {
+    "bf16-stochastic": ("bf16-stochastic", {}),
+    "bf16+8": ("bf16-stochastic", {"weights": "bf16+8"}),
+    "bf16+16": ("bf16-stochastic", {"weights": "bf16+16"}),
+    "bf16-fp32-master": ("bf16-fp32-master", {}),
+}
+"""Modes and options by name. Those with int8 moments are left out: S says nothing of moments."""
 
 
 def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
-    """Judge every recipe, the smallest first.
+    """Judge every recipe.
 
     Args:
         matrices: all matrices together.
         layers: the same matrices, layer by layer.
     """
     found = []
-    for name, mode, options in _CANDIDATES:
+    for name, (mode, options) in CANDIDATES.items():
         format_ = get_recipe(mode, **options).weights
         distances = [(each.name, each.distance(format_)) for each in layers if each.moves]
         worst = min(distances, key=lambda each: each[1], default=None)
@@ -125,11 +137,12 @@ def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
     return found
 
 
-def judge(parameters: list[ParameterSums]) -> Verdict:
+def judge(parameters: list[ParameterSums], held: Mapping[str, int] | None = None) -> Verdict:
     """Choose a recipe.
 
     Args:
         parameters: what was observed of each parameter, and the length of the run.
+        held: the bytes that each recipe holds, by its name; None for those of AdamW.
 
     Raises:
         ValueError: nothing moves, so that nothing can be lost.
@@ -142,17 +155,24 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
         )
     by_layer: dict[tuple[bool, str], list[ParameterSums]] = defaultdict(list)
     for each in parameters:
-        by_layer[each.is_vector, layer_of(each.name)].append(each)
-    matrices, vectors = [], []
-    for (is_vector, module), members in by_layer.items():
+        by_layer[each.is_exact, layer_of(each.name)].append(each)
+    matrices, exact = [], []
+    for (is_exact, module), members in by_layer.items():
         name = module
-        if (not is_vector, module) in by_layer:
-            # A layer with matrices and vectors has a row for each.
+        if (not is_exact, module) in by_layer:
+            # A layer with parameters of both kinds has a row for each.
             last_parts = [each.name.rpartition(".")[2] for each in members]
             name = f"{module}.{' + '.join(last_parts)}"
-        (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
+        (exact if is_exact else matrices).append(Layer(name, tuple(members)))
     whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
     found = candidates(whole, matrices)
+    # Of two that hold as much, the mode itself, which has a shorter name.
+    found.sort(
+        key=lambda each: (
+            held[each.name] if held else each.recipe.bytes_per_parameter,
+            len(each.options),
+        )
+    )
     chosen = next((each for each in found if not each.loses), found[-1])
     matrices.sort(key=lambda each: each.distance("bf16_stochastic"))
-    return Verdict(chosen, found, matrices + vectors, everything)
+    return Verdict(chosen, found, matrices + exact, everything)
