@@ -31,7 +31,7 @@ def folder() -> Path | None:
     """
     try:
         if chosen := os.environ.get("TORCH_BF16_CACHE"):
-            place = Path(chosen)
+            place = Path(chosen).expanduser()
         else:
             place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-bf16"
         place.mkdir(parents=True, exist_ok=True)
