@@ -29,8 +29,9 @@ __all__ = ["Activations", "Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
-# How torch says that it takes whole numbers where it was given others.
+# What every module has, besides what its class gives it.
 _BARE = nn.Module()
+# How torch says that it takes whole numbers where it was given others.
 _WHOLE = re.compile(r"\b(long|int64)", re.IGNORECASE)
 _MOST = 10**15
 # torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
