@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +20,13 @@ def fp32_adapters(model: nn.Module) -> list[nn.Parameter]:
     :func:`cast_model` leaves them so. If the base was loaded in fp32 as well, the whole model is to
     become bf16, and the list is empty.
     """
-    adapted = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    layers: list[Any] = [
+        each for each in model.modules() if peft and isinstance(each, peft.BaseTunerLayer)
+    ]
     found: list[nn.Parameter] = []
-    for layer in model.modules() if adapted else ():
-        if not isinstance(layer, adapted) or _came_in_fp32(layer.get_base_layer()):
+    for layer in layers:
+        if _came_in_fp32(layer.get_base_layer()):
             continue
         for attribute in layer.adapter_layer_names:
             adapters = getattr(layer, attribute, None)

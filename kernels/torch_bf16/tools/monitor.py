@@ -105,8 +105,8 @@ class UpdateMonitor:
                 "remove() of what release_gradients returned"
             )
         for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
-            is_int = isinstance(number, int) and not isinstance(number, bool)
-            if (name, number) != ("every", None) and (not is_int or number < 1):
+            is_count = isinstance(number, int) and type(number) is not bool and number > 0
+            if not is_count and (name, number) != ("every", None):
                 raise ValueError(f"{name}={number!r} must be a positive int")
         self.every, self.sample, self.horizon, self.warn = every, sample, horizon, warn
         self.layers: dict[str, LayerUpdate] = {}
