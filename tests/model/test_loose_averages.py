@@ -28,11 +28,11 @@ def test_an_average_is_found_among_thousands_of_tensors_and_beside_zeros(
     assert len(others) == 5000
 
 
-def test_an_average_that_the_collector_has_put_aside_is_found():
-    model = torch_bf16.cast_model(nn.Linear(32, 32, bias=False))
+def test_an_average_that_the_collector_has_put_aside_is_found(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # which tests/conftest.py hides
+    model = torch_bf16.cast_model(nn.Linear(41, 37, bias=False))  # of a shape of its own
     averages = {"weight": model.weight.detach() * 1.01}
     gc.freeze()
     (found,) = loose_averages([model.weight], [], 4)
-    assert gc.get_freeze_count() > 0
     averages["weight"] = averages["weight"] * 1.01
     assert found.get() is averages["weight"]
