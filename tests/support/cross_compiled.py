@@ -61,7 +61,7 @@ def _main(moments: str) -> None:
     import numba
     from numba.core.registry import cpu_target
 
-    from torch_bf16.backends.cpu import job
+    from torch_bf16.backends.cpu import cache
 
     njit = numba.njit
 
@@ -70,7 +70,7 @@ def _main(moments: str) -> None:
         def njit(*arguments, cache=False, **options):
             return njit(*arguments, **options)
 
-    job.numba = WithoutCache  # what is read from the cache has no IR
+    cache.numba = WithoutCache  # what is read from the cache has no IR
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     found = {}
