@@ -79,66 +79,48 @@ def addresses_of(planes) -> np.ndarray:
 
 @functools.cache
 def numba_codec(name: str):
-    """Of a format: read_one, read_two, write_one, write_two, the words of one and of two elements,
-    and pointers to planes at given addresses."""
+    """Of a format: what reads two elements, writes them, and draws their words, and pointers to
+    planes at given addresses."""
     compiler = Compiler(f"only_{name}")
     formats = [FORMATS[name]]
     return (
-        *codegen.reads(compiler, formats, [0]),
-        *codegen.writes(compiler, formats, [0], [(0, WEIGHT.shift)]),
-        *codegen.words(compiler, 1),
+        codegen.reads(compiler, formats, [0]),
+        codegen.writes(compiler, formats, [0], [(0, WEIGHT.shift)]),
+        codegen.words(compiler, 1),
         pointers(formats),
     )
 
 
-def numba_encode(name: str, x: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-    """The planes, written one by one and two by two."""
-    _, _, write_one, write_two, word, two_words, planes_at = numba_codec(name)
+def numba_encode(name: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The planes of an even number of elements."""
+    _, write, words_of, planes_at = numba_codec(name)
 
     @numba.njit(error_model="numpy")
-    def singly(addresses, x, keys):
-        planes = planes_at(row(addresses, 0), 0)
-        for i in range(len(x)):
-            write_one(planes, i, (x[i],), word(keys, low32(i)))
-
-    @numba.njit(error_model="numpy")
-    def in_pairs(addresses, x, keys):
+    def run(addresses, x, keys):
         planes = planes_at(row(addresses, 0), 0)
         for i in range(0, len(x), 2):
-            words = two_words(keys, low32(i), low32(i))
-            write_two(planes, np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
+            words = words_of(keys, low32(i), low32(i))
+            write(planes, np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
 
-    written = []
-    for run in (singly, in_pairs):
-        planes = tuple(np.zeros(len(x), NUMPY[p.dtype]) for p in FORMATS[name].planes)
-        run(addresses_of(planes), x, KEYS)
-        written.append(planes)
-    return written
+    planes = tuple(np.zeros(len(x), NUMPY[p.dtype]) for p in FORMATS[name].planes)
+    run(addresses_of(planes), x, KEYS)
+    return planes
 
 
-def numba_decode(name: str, planes: tuple[np.ndarray, ...]) -> list[np.ndarray]:
-    """The numbers, read one by one and two by two."""
-    read_one, read_two, *_, planes_at = numba_codec(name)
+def numba_decode(name: str, planes: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The numbers in planes of an even number of elements."""
+    read, *_, planes_at = numba_codec(name)
 
     @numba.njit(error_model="numpy")
-    def singly(addresses, out):
-        planes = planes_at(row(addresses, 0), 0)
-        for i in range(len(out)):
-            out[i] = read_one(planes, i)[0]
-
-    @numba.njit(error_model="numpy")
-    def in_pairs(addresses, out):
+    def run(addresses, out):
         planes = planes_at(row(addresses, 0), 0)
         for i in range(0, len(out), 2):
-            one, two = read_two(planes, np.uintp(i), None, np.uintp(0))
+            one, two = read(planes, np.uintp(i), None, np.uintp(0))
             out[i], out[i + 1] = one[0], two[0]
 
-    decoded = []
-    for run in (singly, in_pairs):
-        out = np.zeros(len(planes[0]), np.float32)
-        run(addresses_of(planes), out)
-        decoded.append(out)
-    return decoded
+    out = np.zeros(len(planes[0]), np.float32)
+    run(addresses_of(planes), out)
+    return out
 
 
 def quieted(x: np.ndarray) -> np.ndarray:
@@ -157,9 +139,9 @@ def test_encoding_is_the_oracles_for_every_upper_half(name, patterns):
     for want, one in zip(expected, eager, strict=True):
         same_bits(as_numpy(one), np.asarray(want))
     results = quieted(patterns)
-    for planes in numba_encode(name, results):
-        for want, one in zip(oracle.encode(name, results, r), planes, strict=True):
-            same_bits(one, np.asarray(want))
+    planes = numba_encode(name, results)
+    for want, one in zip(oracle.encode(name, results, r), planes, strict=True):
+        same_bits(one, np.asarray(want))
 
 
 @every_format
@@ -181,8 +163,7 @@ def test_decoding_is_the_oracles_for_any_bits_in_the_planes(name, patterns):
         for p, plane in zip(planes, FORMATS[name].planes, strict=True)
     ]
     same_bits(FORMATS[name].decode(as_torch).numpy(), expected)
-    for decoded in numba_decode(name, tuple(planes)):
-        same_bits(decoded, expected)
+    same_bits(numba_decode(name, tuple(planes)), expected)
 
 
 ENCODE_STOCHASTIC = CODECS["bf16_stochastic"][1]
@@ -237,5 +218,5 @@ def test_numba_bf16_plus_16_restores_every_pattern_of_every_fifteenth_exponent(b
 def test_numba_nearest_rounds_halfway_cases_to_even():
     for bits, want in ((0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (0x7F7F8000, 0x7F80)):
         x = np.array([bits, 0], np.uint32).view(np.float32)
-        for (plane,) in numba_encode("bf16_nearest", x):
-            assert plane[0] == want
+        (plane,) = numba_encode("bf16_nearest", x)
+        assert plane[0] == want
