@@ -250,10 +250,10 @@ def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> No
             held = " and ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
             raise ValueError(
                 f"one group of fully_shard would hold {held}, and FSDP reduces the gradients of a "
-                "group in one dtype (norms with running statistics, and modules in keep_fp32 or in "
-                "a model's own _keep_in_fp32_modules_strict, stay in float32). Give each module "
-                "that stays a group of its own: fully_shard(norm) before the module around it. "
-                "Nothing was changed"
+                "group in one dtype (norms with running statistics, peft's float32 adapters, and "
+                "modules in keep_fp32 or in a model's own _keep_in_fp32_modules_strict, stay in "
+                "float32). Give each module that stays a group of its own: fully_shard(norm) "
+                "before the module around it. Nothing was changed"
             )
 
 
