@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_bf16
-from torch_bf16.backends import choose
+from torch_bf16.backends import choose, subnormals
 from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.certificates import fault_of, fault_of_squares
 from torch_bf16.backends.certificates.digests import expected
@@ -83,15 +83,21 @@ def kept_by_two_threads(small):
     return flushing(work)
 
 
-@pytest.mark.skipif(torchs_team() is None, reason="torch's threads cannot be used here")
-def test_torchs_other_threads_keep_them_and_stay_as_many():
+@pytest.mark.parametrize("within", [2, 1], ids=["torch's team", "no team"])
+def test_torchs_other_threads_keep_them_and_stay_as_many(within, monkeypatch):
+    """Where its team cannot be had, torch computes in this thread alone."""
+    if within == 1:
+        monkeypatch.setattr(subnormals, "torchs_team", lambda: None)
+    elif torchs_team() is None:
+        pytest.skip("torch's threads cannot be used here")
     before, small = torch.get_num_threads(), torch.full((1 << 17,), 2.0**-130)
     try:
         # Whose other thread starts while it flushes, and so does that one.
         with ThreadPoolExecutor(1) as threads:
-            assert threads.submit(kept_by_two_threads, small).result(60) == (0, (1 << 17, 2), 0)
+            found = threads.submit(kept_by_two_threads, small).result(60)
     finally:
         torch.set_num_threads(before)
+    assert found == (0, (1 << 17, within), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
