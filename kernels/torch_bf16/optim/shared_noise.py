@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,8 +17,6 @@ from torch_bf16.engine.member import Member
 from torch_bf16.model.cast_modules import cast_models
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .optimizer import BF16Optimizer
 
 __all__ = ["look"]
@@ -40,12 +39,13 @@ def look(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     """
     global _warned
     is_single = sum(len(group["params"]) for group in optimizer.param_groups) == 1
-    if _warned or not is_single or not all(_is_unnamed_and_rounded(each) for each in members):
+    if _warned or not is_single or not members:
         return
-    seed = optimizer.recipe.seed
+    (member,), seed = members, optimizer.recipe.seed
+    if not member.weights.stochastic or member.shard.name != "#0":
+        return
     with _lock:
-        for each in members:
-            _single[optimizer._engine] = id(each.parameter), seed
+        _single[optimizer._engine] = id(member.parameter), seed
         single = [*_single.values()]
     # Only at 4, 8, 16 ...: a search among all weights for each of them would take too long.
     if len(single) < _MANY or len(single) & (len(single) - 1):
@@ -57,10 +57,6 @@ def look(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             _warned = True
             _warn(type(optimizer).__name__, names, seed)
             return
-
-
-def _is_unnamed_and_rounded(member: Member) -> bool:
-    return member.weights.stochastic and member.shard.name == "#0"
 
 
 def _warn(kind: str, names: list[str], seed: int) -> None:
