@@ -229,8 +229,9 @@ class Preparation:
                 )
         for model in untrained:
             # A reference model, for example, which has neither moments nor gradients.
-            described = torch_bf16.describe(model, self._recipe)
-            yield model, self._line(replace(described, trained=0)) + ", no optimizer yet"
+            described = replace(torch_bf16.describe(model, self._recipe), trained=0)
+            frozen = not any(each.requires_grad for each in model.parameters())
+            yield model, self._line(described) + (", frozen" if frozen else ", no optimizer yet")
 
     def _find_newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:
         """Yield each new optimizer, or one with new models, and all bare models that it trains.

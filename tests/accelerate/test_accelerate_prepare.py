@@ -342,6 +342,12 @@ def test_a_reference_model_is_said_to_take_no_moments(make_accelerator, mode, mo
     assert line.endswith(", no optimizer yet")
 
 
+def test_a_frozen_model_is_not_said_to_wait_for_an_optimizer(make_accelerator, mode, model, caplog):
+    make_accelerator(mode).prepare(model.requires_grad_(False))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith(", frozen")
+
+
 def test_the_report_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
     logger = logging.getLogger("accelerate_bf16")
     monkeypatch.setattr(logger, "propagate", False)

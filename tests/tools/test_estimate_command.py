@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.estimate import sources
-from torch_bf16.tools.estimate.activations import activations, batch_argument
+from torch_bf16.tools.estimate.activations import batch_argument, peak_of_pass
 from torch_bf16.tools.system_memory import peak_growth
 
 LLAMA = {
@@ -321,8 +321,8 @@ def test_activations_are_those_of_a_real_step_and_what_backward_needs(label):
     with torch.device("meta"):
         model = deep()
     batch = batch_argument("4096x64")
-    traced = activations(model, ROWS[label], batch, torch.device("meta"), None)
-    real = activations(model, ROWS[label], batch, torch.device("cpu"), None)
+    traced = peak_of_pass(model, ROWS[label], batch, torch.device("meta"), None)
+    real = peak_of_pass(model, ROWS[label], batch, torch.device("cpu"), None)
     assert traced == real
     # Each tanh keeps its output, which is the next layer's input; the passes add a few of those.
     kept = 6 * 4096 * 64 * (4 if label == "32-true" else 2)

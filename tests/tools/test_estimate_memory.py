@@ -9,7 +9,7 @@ from torch import nn
 import torch_bf16
 from torch_bf16.tools.estimate import memory as rows
 from torch_bf16.tools.estimate import optimizers
-from torch_bf16.tools.estimate.activations import activations, batch_argument
+from torch_bf16.tools.estimate.activations import batch_argument, peak_of_pass
 from torch_bf16.tools.estimate.live import LiveBytes
 from torch_bf16.tools.estimate.memory import memory
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, measure_spec, optimizer_spec
@@ -187,7 +187,7 @@ def test_gradients_that_are_taken_within_the_pass_are_counted_as_they_wait(way):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     found = memory(shapes_of(model, "Linear"), precision, optimizer_spec("AdamW"))
     batch, meta = batch_argument("1x1024"), torch.device("meta")
-    traced = activations(model.to("meta"), precision, batch, meta, precision.waiting)
+    traced = peak_of_pass(model.to("meta"), precision, batch, meta, precision.waiting)
     assert precision.recipe is not None
     model = torch_bf16.cast_model(model.to_empty(device="cpu"), precision.recipe)
     optimizer = torch_bf16.AdamW(model.parameters(), recipe=precision.recipe, backend="cpu")

@@ -111,7 +111,7 @@ def test_a_shape_that_does_not_fit_is_not_taken_for_missing_tokens():
 @pytest.mark.parametrize(("ranked", "count"), [(False, 5), (True, 10)])
 def test_passes_that_do_not_differ_are_measured_once(ranked, count, monkeypatch):
     calls = []
-    monkeypatch.setattr(passes, "activations", lambda *given: calls.append(given) or 0)
+    monkeypatch.setattr(passes, "peak_of_pass", lambda *given: calls.append(given) or 0)
     found = measured(1)
     for precision in precisions():
         found.alone(precision, 0, False)

@@ -25,7 +25,7 @@ from torch_bf16.model.casting import cast_model
 from .live import LiveBytes
 from .precisions import Precision
 
-__all__ = ["Activations", "Batch", "activations", "batch_argument"]
+__all__ = ["Activations", "Batch", "batch_argument", "peak_of_pass"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
@@ -68,7 +68,7 @@ class Activations:
     Args:
         model: on the meta device; not changed.
         batch: the inputs of a pass.
-        device: as for :func:`activations`.
+        device: as for :func:`peak_of_pass`.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Activations:
                 beside the weights are there all the time.
 
         Raises:
-            ValueError, MemoryError: as :func:`activations`.
+            ValueError, MemoryError: as :func:`peak_of_pass`.
         """
         if passes and precision.waiting is None:
             return self._measured(precision, 0)
@@ -102,7 +102,7 @@ class Activations:
             ranks: the number of ranks.
 
         Raises:
-            ValueError, MemoryError: as :func:`activations`.
+            ValueError, MemoryError: as :func:`peak_of_pass`.
         """
         # Weights are gathered in bf16: autocast holds no bf16 copies of them until backward.
         dtype = torch.bfloat16 if precision.autocast else precision.dtype
@@ -120,13 +120,13 @@ class Activations:
         # Casts of all recipes are alike, and what they keep beside a weight is in no pass.
         kind = precision.dtype, precision.autocast, precision.recipe is None, waiting
         if kind not in self._live:
-            self._live[kind] = activations(
+            self._live[kind] = peak_of_pass(
                 self._model, precision, self._batch, self._device, waiting
             )
         return self._live[kind]
 
 
-def activations(
+def peak_of_pass(
     model: nn.Module,
     precision: Precision,
     batch: Batch,
