@@ -1,8 +1,12 @@
 """Kernels that other processes compiled and left in Numba's cache."""
 
 import fcntl
+import hashlib
 import os
 import shutil
+import sys
+import zipfile
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -64,8 +68,8 @@ def test_kernels_cached_by_several_processes_are_not_taken_for_one_another(tmp_p
 )
 def test_a_kernel_from_other_sources_has_another_name(file, counts, monkeypatch, tmp_path):
     copy = tmp_path / "package"
-    shutil.copytree(sources._PACKAGE, copy)
-    monkeypatch.setattr(sources, "_PACKAGE", copy)
+    shutil.copytree(Path(torch_bf16.__file__).parent, copy)
+    monkeypatch.setattr(sources, "files", lambda package: copy)
     sources.source_hash.cache_clear()
     before = named_by_sources("run"), sources.source_hash()
     with (copy / file).open("a") as source:
@@ -74,6 +78,33 @@ def test_a_kernel_from_other_sources_has_another_name(file, counts, monkeypatch,
     after = named_by_sources("run"), sources.source_hash()
     sources.source_hash.cache_clear()
     assert [a != b for a, b in zip(before, after, strict=True)] == [counts, True]
+
+
+def step_from(archive):
+    for name in [each for each in sys.modules if each.partition(".")[0] == "torch_bf16"]:
+        del sys.modules[name]
+    sys.path.insert(0, archive)
+    import torch_bf16 as zipped
+    from torch_bf16.backends.sources import source_hash
+
+    assert zipped.__file__.startswith(archive)
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    zipped.AdamW([parameter], lr=0.5, weight_decay=0, backend="cpu").step()
+    assert parameter.tolist() == [0.5] * 3
+    nothing = hashlib.blake2b(digest_size=8).hexdigest()
+    assert source_hash() != nothing
+
+
+def test_a_package_in_a_zip_file_steps_and_knows_its_sources(tmp_path):
+    package = Path(torch_bf16.__file__).parent
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for file in package.rglob("*.*"):
+            if file.suffix in (".py", ".txt"):
+                archive.write(file, Path("torch_bf16") / file.relative_to(package))
+    process = forked(step_from, str(tmp_path / "all.zip"))
+    process.join(120)
+    assert process.exitcode == 0
 
 
 KINDS = ((np.int64, 1),)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from importlib.resources import files
+from typing import Any
 
 __all__ = ["source_hash"]
 
-_PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("backends", "formats", "numerics", "rules")
 
 
@@ -20,17 +20,20 @@ def source_hash(*without: str) -> str:
     Args:
         *without: folders of ``backends`` to leave out.
     """
-    left_out = {_PACKAGE / "backends" / name for name in without}
     digest = hashlib.blake2b(digest_size=8)
     for room in _ROOMS:
-        for folder, folders, names in os.walk(_PACKAGE / room):
-            # Without Numba's machine code, hundreds of files. Names in order: a walk has none.
-            folders[:] = sorted(
-                each
-                for each in folders
-                if each != "__pycache__" and Path(folder, each) not in left_out
-            )
-            for name in sorted(names):
-                if name.endswith((".py", ".txt")):
-                    digest.update(Path(folder, name).read_bytes())
+        # A resource rather than a path: the package may be in a zip file.
+        folder = files("torch_bf16").joinpath(room)
+        for source in _sources(folder, without if room == "backends" else ()):
+            digest.update(source)
     return digest.hexdigest()
+
+
+def _sources(folder: Any, without: Collection[str]) -> Iterator[bytes]:
+    """The contents of files, in the order of their names: a folder has none."""
+    for each in sorted(folder.iterdir(), key=lambda each: each.name):
+        # Without Numba's machine code, hundreds of files.
+        if each.is_dir() and each.name not in ("__pycache__", *without):
+            yield from _sources(each, ())
+        elif each.name.endswith((".py", ".txt")):
+            yield each.read_bytes()

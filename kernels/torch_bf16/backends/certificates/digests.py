@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.resources import files
 from pathlib import Path
 
 from torch_bf16.backends.bucket import Variant
@@ -10,6 +11,7 @@ from torch_bf16.backends.bucket import Variant
 __all__ = ["FILE", "expected", "key_of"]
 
 FILE = Path(__file__).with_name("digests.txt")
+"""Where a checkout keeps them; a package that is imported may be in a zip file."""
 
 
 def key_of(variant: Variant) -> str:
@@ -24,5 +26,6 @@ def expected(variant: Variant) -> list[str] | None:
 
 @functools.cache
 def _shipped() -> dict[str, list[str]]:
-    lines = (line.split() for line in FILE.read_text().splitlines())
+    text = files("torch_bf16.backends.certificates").joinpath(FILE.name).read_text()
+    lines = (line.split() for line in text.splitlines())
     return {name: digests for name, *digests in lines}
