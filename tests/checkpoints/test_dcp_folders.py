@@ -102,6 +102,18 @@ def _compressed(folder, metadata):
     metadata.storage_data[index] = replace(place, length=len(packed.getvalue()))
 
 
+def test_an_option_that_has_no_place_in_the_files_is_taken_for_none(tmp_path):
+    states = {"state": {"weight": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+    folder = tmp_path / "run"
+    dcp.save({"model": {"weight": torch.ones(3)}, "optim": states}, checkpoint_id=folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for index in [each for each in metadata.storage_data if "param_groups" in each.fqn]:
+        del metadata.storage_data[index]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (found,) = open_checkpoint(folder).optimizers
+    assert found.state["weight"]["step"] == 3
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
