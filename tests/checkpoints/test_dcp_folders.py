@@ -1,6 +1,10 @@
 """Folders of ``torch.distributed.checkpoint`` that are whole, and those that must be refused."""
 
+import io
+import pickle
 import shutil
+import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,3 +80,53 @@ def test_a_flipped_byte_in_a_folder_is_not_exported(tmp_path):
     with pytest.raises(CheckpointError, match=r"is damaged at byte .*Bad CRC-32|another checksum"):
         export_file(folder, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+def _without_its_place(folder, metadata):
+    for index in [each for each in metadata.storage_data if each.fqn == "weight"]:
+        del metadata.storage_data[index]
+
+
+def _of_another_dtype(folder, metadata):
+    metadata.state_dict_metadata["weight"].properties.dtype = torch.float64
+
+
+def _compressed(folder, metadata):
+    """The one part of the folder, its records deflated."""
+    ((index, place),) = metadata.storage_data.items()
+    file, packed = folder / place.relative_path, io.BytesIO()
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    file.write_bytes(packed.getvalue())
+    metadata.storage_data[index] = replace(place, length=len(packed.getvalue()))
+
+
+def test_an_option_that_has_no_place_in_the_files_is_taken_for_none(tmp_path):
+    states = {"state": {"weight": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+    folder = tmp_path / "run"
+    dcp.save({"model": {"weight": torch.ones(3)}, "optim": states}, checkpoint_id=folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for index in [each for each in metadata.storage_data if "param_groups" in each.fqn]:
+        del metadata.storage_data[index]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (found,) = open_checkpoint(folder).optimizers
+    assert found.state["weight"]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (_without_its_place, r"run: weight lacks its part at \(0, 0\)"),
+        (_of_another_dtype, r"weight of shape \(4, 3\) has 48 bytes; it is damaged"),
+        (_compressed, "it is compressed"),
+    ],
+)
+def test_a_part_that_is_not_what_the_metadata_say_is_refused(changed, said, tmp_path):
+    folder = tmp_path / "run"
+    dcp.save({"weight": torch.arange(12.0).view(4, 3)}, checkpoint_id=folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    changed(folder, metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(folder).tensors["weight"].whole()

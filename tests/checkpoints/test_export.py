@@ -12,6 +12,7 @@ import torch_bf16
 from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
 from torch_bf16.checkpoints.export import export_file, fp32_weights
 from torch_bf16.checkpoints.reader import OptimizerStates, open_checkpoint
+from torch_bf16.states.recoding import stored_format
 from torch_bf16.tools import cli
 
 LIKE = {"lr": 0.01, "weight_decay": 0.1}
@@ -96,6 +97,25 @@ def test_training_goes_on_in_plain_torch_as_it_would_have_here(recipe):
         # Where the recipe is exact, a few roundings of the step; else one of bf16's.
         tolerance = 1e-6 if recipe == "master" else 2.0**-7
         torch.testing.assert_close(exact[name], value.detach(), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("moments", ["bf16_stochastic", "int8"])
+def test_exported_moments_are_the_fp32_numbers_that_the_next_step_reads(moments):
+    """torch casts what it loads, so loading does not show the dtype."""
+    recipe = torch_bf16.Recipe("own", exp_avg=moments, exp_avg_sq=moments)
+    model = torch_bf16.cast_model(torch.nn.Linear(64, 64), recipe)
+    optimizer = torch_bf16.AdamW(model.parameters(), **LIKE, recipe=recipe)
+    give_gradients(model.parameters(), 0)
+    optimizer.step()
+    for p, exported in zip(
+        model.parameters(), fp32_optimizer_state_dict(optimizer)["state"].values(), strict=True
+    ):
+        assert exported.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key in ("exp_avg", "exp_avg_sq"):
+            stored = stored_format(optimizer.state[p], key)
+            planes = [optimizer.state[p][name] for name in stored.plane_names(key)]
+            assert exported[key].dtype == torch.float32
+            assert torch.equal(exported[key], stored.decode(planes))
 
 
 def test_without_an_optimizer_weights_are_upcast():

@@ -42,6 +42,22 @@ class Decays(torch.optim.SGD):
                     p.data.sub_(p.grad, alpha=group["lr"])
 
 
+class Fades(torch.optim.Optimizer):
+    """Lets momentum fade without a gradient, and leaves the weight where it is."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                speed = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                speed.mul_(0.9)
+                if p.grad is not None:
+                    p.sub_(speed.add_(p.grad), alpha=group["lr"])
+
+
 class Counts(torch.optim.SGD):
     """Leaves them alone, and counts the parameters that each step gets."""
 
@@ -78,7 +94,7 @@ def train(model, optimizer, seeds):
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [TakesMissingForZero, Decays, OWN["adamax"], OWN["nadam"]])
+@pytest.mark.parametrize("kind", [TakesMissingForZero, Decays, Fades, OWN["adamax"], OWN["nadam"]])
 @pytest.mark.parametrize("bucket_bytes", [1, 64 << 20], ids=["a tensor at a time", "all at once"])
 def test_with_exact_masters_they_are_those_of_the_fp32_run_bit_for_bit(kind, bucket_bytes):
     runs = [make_run(kind, recipe) for recipe in (None, "bf16-fp32-master")]

@@ -1,5 +1,7 @@
 """Models that are converted while their gradients are summed in a format, or released."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +77,18 @@ def test_a_conversion_that_would_lose_the_dtype_of_sums_is_refused(mesh, options
         model.to("cpu")
     torch_bf16.accumulate_gradients(model, optimizer).remove()
     assert model.float().weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [STOCHASTIC])
+def test_weights_that_became_fp32_have_the_sums_of_torch(options):
+    torch.manual_seed(0)
+    model = torch_bf16.cast_model(nn.Linear(4, 4))
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, **options)
+    model.float()
+    plain = copy.deepcopy(model)
+    for x in torch.randn(3, 8, 4):
+        for each in (model, plain):
+            each(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    optimizer.step()

@@ -185,6 +185,22 @@ def test_the_step_counts_and_takes_what_came_by_another_way():
     assert optimizer.state[by_hand]["step"] == 2
 
 
+@pytest.mark.parametrize("by", ["the optimizer", "hand"])
+def test_passes_are_counted_anew_after_a_gradient_was_discarded(by):
+    p = nn.Parameter(torch.ones(8).bfloat16())
+    optimizer = torch_bf16.SGD([p], lr=0.5, release={"accumulation_steps": 2, "max_norm": None})
+    before = p.detach().clone()
+    p.sum().backward()
+    if by == "hand":
+        p.grad = None
+    else:
+        optimizer.zero_grad()
+    p.sum().backward()
+    assert torch.equal(p, before)
+    p.sum().backward()
+    assert torch.equal(p, before - 1)
+
+
 def test_a_frozen_parameter_may_be_thawed():
     model, optimizer = setup()
     model.layers[1].weight.requires_grad_(False)

@@ -227,6 +227,18 @@ def test_swapping_takes_the_buffers_that_are_averaged_and_writes_none():
             assert torch.equal(each, state[name]), name
 
 
+def test_an_average_that_does_not_lie_in_rows_moves_as_one_that_does():
+    rows = torch.randn(6, 4).bfloat16()
+    columns = rows.t().contiguous().t()
+    value = torch.randn(6, 4).bfloat16()
+    move = [ema_multi_avg_fn(0.5) for _ in range(2)]
+    for _ in range(2):
+        for each, average in zip(move, (rows, columns), strict=True):
+            each([average], [value], 1)
+        assert torch.equal(rows, columns)
+    assert (rows - value).abs().max() < 2
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"decay=1\.5 must be a number between 0 and 1"):
         EMA(model(), 1.5)

@@ -2,8 +2,10 @@
 
 import gc
 
+import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import torch_bf16
 from torch_bf16.model.loose_averages import loose_averages
@@ -36,3 +38,24 @@ def test_an_average_that_the_collector_has_put_aside_is_found(monkeypatch):
     (found,) = loose_averages([model.weight], [], 4)
     averages["weight"] = averages["weight"] * 1.01
     assert found.get() is averages["weight"]
+
+
+AVERAGES = {
+    "ours": lambda model: torch_bf16.EMA(model, 0.999, format="bf16_stochastic"),
+    "torch's": lambda model: AveragedModel(model, multi_avg_fn=torch_bf16.ema_multi_avg_fn(0.999)),
+}
+
+
+@pytest.mark.parametrize("make", AVERAGES.values(), ids=AVERAGES.keys())
+def test_what_moves_the_average_of_a_module_is_not_named_for_it(make):
+    """Kernels have tensors of their own over its memory, which are in no module. It moves so little
+    here that its numbers do not show how they are rounded."""
+    torch.manual_seed(0)
+    model = torch_bf16.cast_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-4)
+    average = make(model)
+    for _ in range(40):
+        for each in model.parameters():
+            each.grad = torch.randn_like(each)
+        optimizer.step()
+        average.update_parameters(model)

@@ -65,6 +65,34 @@ LINEAR = nn.Linear(4, 4)
             lambda: torch_bf16.accumulate_gradients("a", begun(), "fp32"),
             "accumulate_gradients was given a str and takes a torch.nn.Module",
         ),
+        (
+            lambda: torch_bf16.carry_autocast("a"),
+            "carry_autocast was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.cast_model("a"),
+            "cast_model was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.follow("a", begun()),
+            "follow was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.matched_patterns("a", "bf16-stochastic"),
+            "matched_patterns was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.reduce_gradients("a", begun()),
+            "reduce_gradients was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.warn_unconverted("a", "advice"),
+            "warn_unconverted was given a str and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.exact_weights("a", begun()).__enter__(),
+            "exact_weights was given a str and takes a torch.nn.Module",
+        ),
     ],
 )
 def test_arguments_of_another_type_are_told_from_good_ones(call, match):

@@ -42,6 +42,8 @@ DAMAGED = {
         at("state", 0, "exp_avg", value=torch.ones(4, 4, device="meta")),
         "exp_avg of .* is torch.strided on meta .*must be a dense tensor with memory",
     ),
+    "our entry is a word": (at("torch_bf16", value="x"), "'x'"),
+    "the schema is a word": (at("torch_bf16", "schema", value="1"), "'schema': '1'"),
     "the recipe is None": (at("torch_bf16", "recipe", value=None), "its recipe is None and must"),
     "the seed is a word": (at("torch_bf16", "recipe", "seed", value="x"), "its seed is 'x' and"),
     "the last norm is a word": (at("torch_bf16", "last_norm", value="x"), "last_norm is 'x' and"),

@@ -132,10 +132,16 @@ def exempt(module: nn.Module) -> None:
         return
     parameters = [*module.parameters()]
     exempted = {*map(id, parameters)}
+    # What rounds it holds tensors of its own over the same memory, in no module.
+    memory = {each.data_ptr() for each in parameters if is_plain(each)}
     with _lock:
         for each in parameters:
             _copies.pop(each, None)
-        _weights[:] = [each for each in _weights if id(each.get()) not in exempted]
+        _weights[:] = [
+            each
+            for each in _weights
+            if id(each.get()) not in exempted and each.address not in memory
+        ]
 
 
 def leave_copies() -> None:

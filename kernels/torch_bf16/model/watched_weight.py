@@ -171,9 +171,8 @@ def is_comparable(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16
         and is_plain(weight)
         and weight.dim() > 1
-        and weight.numel() > 0
         and not weight.is_neg()
-        and weight.data_ptr() != 0
+        and weight.data_ptr() != 0  # an empty one has none
         # Its memory may have been freed, as FSDP1 does; a view then still has an address.
         and weight.untyped_storage().nbytes() > 0
     )

@@ -46,8 +46,9 @@ def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
     keys = _only(left, bare_name)
     for name in names:
         if name not in found:
-            adapted = (re.sub(pattern, "", bare_name(name)) for pattern in _ADAPTERS)
-            key = next((each for each in adapted if each in keys), None)
+            bare = bare_name(name)
+            adapted = (re.sub(pattern, "", bare) for pattern in _ADAPTERS)
+            key = next((each for each in adapted if each in keys and each != bare), None)
             if key is not None:
                 found[name] = keys[key]
     # Saved from a module around the one whose parameters these are: of all that are left, or none.

@@ -269,8 +269,6 @@ def _factor(saved: Any, state: State, shard: Shard, label: Label, changes: Chang
     shape = state.shape(shard.shape)  # pyright: ignore[reportOptionalCall]
     # On the device even if the recipe offloads states: it is small, and each step reads all of it.
     home = Home(shape, shard.memory.device)
-    if saved is None:
-        return home.zeros(shape, torch.float32)
     if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
         # FSDP1 can only gather states of the parameter's shape: it was saved expanded.
         saved = shard.unexpand(saved, shape)
