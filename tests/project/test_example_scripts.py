@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forked_scripts import run_script
 from free_port import free_port
+from ranks import RankError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODES = ("bf16-stochastic", "bf16-fp32-master")
@@ -42,6 +43,21 @@ def test_a_resumed_pytorch_loop_has_the_bits_of_one_that_never_stopped(precision
     assert whole["step"] == resumed["step"] == 5
     for name, weight in whole["model"].items():
         assert torch.equal(weight, resumed["model"][name]), name
+
+
+def test_a_checkpoint_that_has_all_steps_is_not_written_again() -> None:
+    options = [*TINY, "--device=cpu", "--precision=fp32"]
+    pytorch_loop.main([*options, "--steps=2"])
+    saved = Path("loop.pt").read_bytes()
+    with pytest.raises(SystemExit, match=r"loop\.pt has 2 steps already: --steps 2 must be more"):
+        pytorch_loop.main([*options, "--steps=2", "--resume=loop.pt"])
+    assert Path("loop.pt").read_bytes() == saved
+
+
+def test_the_pytorch_loop_needs_a_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pytorch_loop.main(["--micro-batches=0"])
+    assert "--micro-batches 0 must be at least 1" in capsys.readouterr().err
 
 
 def test_the_pytorch_loop_runs_in_fp32_as_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +100,17 @@ def test_fsdp2_with_muon_goes_on_with_another_number_of_processes(ranks, tmp_pat
     assert any("momentum_buffer" in name for name in saved)
     (loss,) = ranks(1, train_fsdp2, [*options, "--steps=4", "--resume"])
     assert 4 < loss < 7
+    with pytest.raises(RankError, match="has 4 steps already: --steps 4 must be more"):
+        ranks(1, train_fsdp2, [*options, "--steps=4", "--resume"])
+
+
+def test_fsdp2_refuses_batches_of_which_a_process_would_have_more_than_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fsdp2.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(fsdp2.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(SystemExit, match="16 cannot be divided by 3 processes; 18 can"):
+        train_fsdp2([])
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's hints on workers and logging intervals
