@@ -9,16 +9,21 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import accelerate_demo
 import convergence
 import learning_rate_sweep
 import lightning_demo as demo
 import pytest
 import small_updates
 import torch
+from accelerate import Accelerator
 from accelerate.commands import launch
+from accelerate.state import AcceleratorState, GradientState
 from forked_scripts import call_in_fork, run_script
 from paired_runs import CONTROL
+from torchrun_variables import as_torchrun_says
 
 from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.compare.corpus import batches, load_corpus
@@ -80,6 +85,22 @@ def test_accelerate_demo_takes_its_mode_from_the_launcher(
     (output,) = started
     assert mode in output
     assert "validation loss" in output
+
+
+def validated_by_accelerate(options: list[str]) -> float:
+    """On a rank that others will use after this: its group stays, and Accelerate is as it was."""
+    on_cpu = mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"})
+    with as_torchrun_says(), on_cpu, mock.patch.object(Accelerator, "end_training"):
+        loss = accelerate_demo.main(options)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return loss
+
+
+def test_batches_that_fill_up_the_last_round_do_not_count_twice(ranks) -> None:
+    options = [*TINY, "--steps=1", "--lr=0", "--mixed-precision=no", "--validation-batches=3"]
+    (one,) = ranks(1, validated_by_accelerate, options)
+    assert ranks(2, validated_by_accelerate, options) == pytest.approx([one, one], abs=1e-6)
 
 
 STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200000", "--workers=1"]
