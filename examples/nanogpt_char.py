@@ -61,11 +61,11 @@ class Settings:
 
 
 def load_text(path: Path) -> tuple[Tensor, Tensor, int]:
-    """Return training and validation text as uint8 indices, and the number of characters."""
-    text = path.read_text()
+    """Return training and validation text as indices, and the number of different characters."""
+    text = path.read_text(encoding="utf-8")
     characters = sorted(set(text))
     number = {character: position for position, character in enumerate(characters)}
-    encoded = torch.tensor([number[character] for character in text], dtype=torch.uint8)
+    encoded = torch.tensor([number[character] for character in text])
     end = int(0.9 * len(encoded))
     return encoded[:end], encoded[end:], len(characters)
 

@@ -180,6 +180,14 @@ def test_nanogpts_settings_are_trained_in_every_precision() -> None:
         assert loss == pytest.approx(math.log(10), abs=0.4), precision
 
 
+def test_a_text_may_have_more_characters_than_a_byte_has_values() -> None:
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 400)))
+    Path("text.txt").write_text(text, encoding="utf-8")
+    training, validation, characters = nanogpt_char.load_text(Path("text.txt"))
+    assert [*training, *validation] == [*range(400)]
+    assert characters == 400
+
+
 def test_nanogpts_learning_rate_is_that_of_its_configuration() -> None:
     settings = nanogpt_char.Settings()
     assert settings.lr(0) == pytest.approx(1e-3 / 101)

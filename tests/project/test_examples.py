@@ -188,6 +188,12 @@ def test_corpus_is_the_same_each_time_and_of_the_size_asked_for() -> None:
     assert torch.equal(drawn, batches(second.train, n=3, batch_size=2, context=16, seed=0))
 
 
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 17 tokens, and a context of 16 needs 18"):
+        batches(torch.zeros(17), n=1, batch_size=1, context=16, seed=0)
+    assert batches(torch.zeros(18), n=1, batch_size=1, context=16, seed=0).shape == (1, 1, 17)
+
+
 def test_corpus_without_sources_says_what_to_do(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"too few \.py files"):
