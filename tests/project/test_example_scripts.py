@@ -118,6 +118,19 @@ def test_the_lightning_trainer_reports_a_validation_loss() -> None:
     assert 4 < lightning_trainer.main([*TINY, "--steps=3", "--precision=bf16-stochastic"]) < 7
 
 
+@pytest.mark.parametrize("precision", [*MODES, "bf16-mixed", "bf16-true", "32-true"])
+def test_the_monitor_is_for_the_modes_of_this_package(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer(callbacks: list, **options: object) -> None:
+        assert bool(callbacks) is (precision in MODES)
+        raise InterruptedError
+
+    monkeypatch.setattr(lightning_trainer.lightning, "Trainer", trainer)
+    with pytest.raises(InterruptedError):
+        lightning_trainer.main([*TINY, "--steps=1", f"--precision={precision}"])
+
+
 @pytest.mark.parametrize("precision", MODES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fabric_saves_bf16_weights(precision: str) -> None:
@@ -148,6 +161,18 @@ def test_the_hugging_face_trainer_writes_on_from_what_it_saved() -> None:
     assert "def " in run_script(script, "--prompt=def ", folder=here)
 
 
+def test_a_model_that_is_not_there_is_not_looked_up_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hf_trainer = pytest.importorskip("hf_trainer")
+    with pytest.raises(SystemExit, match="none does not exist: train first, without --prompt"):
+        hf_trainer.main(["--output_dir=none", "--prompt=def "])
+    trl_sft = pytest.importorskip("trl_sft")
+    with pytest.raises(SystemExit):
+        trl_sft.main(["--lora", "--base=none"])
+    assert "--base none does not exist: train it first, without --lora" in capsys.readouterr().err
+
+
 def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
     tiny = ["--steps=2", "--batch-size=2", "--width=16", "--layers=1"]
 
@@ -156,9 +181,9 @@ def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
         return run_script(EXAMPLES / "trl_sft.py", *tiny, *options, folder=Path.cwd(), **mode)
 
     assert "saved to trl-sft\n" in train()
-    output = train("--lora", "--base=trl-sft")
-    assert "saved to trl-sft-lora\n" in output
-    adapter = Path("trl-sft-lora/adapter_config.json")
+    output = train("--lora", "--base=trl-sft", "--output=adapter")
+    assert "saved to adapter\n" in output
+    adapter = Path("adapter/adapter_config.json")
     assert json.loads(adapter.read_text())["base_model_name_or_path"] == "trl-sft"
 
 
