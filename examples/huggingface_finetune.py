@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.utils import extract_model_from_parallel
 from byte_llama import byte_tokenizer, llama_sizes
 from datasets import Dataset
 from torch import Tensor, nn
@@ -56,7 +57,14 @@ def dataset(text: Tensor, args: argparse.Namespace, *, n: int, seed: int) -> Dat
 
 
 def train(
-    model: nn.Module, data: Dataset, trainer: str, mode: str, lr: float, seed: int
+    model: nn.Module,
+    data: Dataset,
+    trainer: str,
+    mode: str,
+    *,
+    batch_size: int,
+    lr: float,
+    seed: int,
 ) -> nn.Module:
     """Run once, as a launched script would: the environment names the mode."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no" if mode == CONTROL else mode
@@ -65,7 +73,7 @@ def train(
             "output_dir": folder,
             "use_cpu": not torch.cuda.is_available(),
             "num_train_epochs": 1,
-            "per_device_train_batch_size": 8,
+            "per_device_train_batch_size": batch_size,
             "learning_rate": lr,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 20,
@@ -93,8 +101,9 @@ def train(
 @torch.no_grad()
 def validation_loss(model: nn.Module, windows: Tensor) -> float:
     """Return the mean negative log-likelihood of the text in nats per byte, computed in fp32."""
-    model = copy.deepcopy(model).float().eval()
-    model.__dict__.pop("forward", None)  # what prepare put around it
+    # Stock bf16 keeps autocast around a model that TRL has trained.
+    model = extract_model_from_parallel(copy.deepcopy(model), keep_fp32_wrapper=False)
+    model.float().eval()
     device = next(model.parameters()).device
     losses = [model(input_ids=w, labels=w).loss.item() for w in windows.to(device)]
     return statistics.fmean(losses)
@@ -103,25 +112,24 @@ def validation_loss(model: nn.Module, windows: Tensor) -> float:
 def study(args: argparse.Namespace) -> Iterator[dict]:
     corpus = load_corpus(args.corpus_bytes)
     half = len(corpus.train) // 2
-    n = args.batch_size
+    shape = {"batch_size": args.batch_size, "context": args.context}
+    windows = batches(corpus.validation, n=args.validation_batches, seed=9, **shape)
     for seed in range(args.seeds):
-        windows = batches(
-            corpus.validation, n=args.validation_batches, batch_size=n, context=args.context, seed=9
-        )
+        options = {"batch_size": args.batch_size, "seed": seed}
         first = dataset(corpus.train[:half], args, n=args.steps, seed=2 * seed)
         second = dataset(corpus.train[half:], args, n=args.steps, seed=2 * seed + 1)
         for kind in ("llama", "qwen3"):
             set_seed(seed)
-            base = train(make_model(kind, args), first, "trainer", "no", args.base_lr, seed)
+            base = make_model(kind, args)
+            base = train(base, first, "trainer", "no", lr=args.base_lr, **options)
             before = validation_loss(base, windows)
             for trainer in ("trainer", "trl"):
                 for mode in MODES:
                     model = copy.deepcopy(base)
                     if mode == CONTROL:
                         model.to(torch.bfloat16)
-                    loss = validation_loss(
-                        train(model, second, trainer, mode, args.lr, seed), windows
-                    )
+                    model = train(model, second, trainer, mode, lr=args.lr, **options)
+                    loss = validation_loss(model, windows)
                     run = {"model": kind, "trainer": trainer, "mode": mode, "seed": seed}
                     run |= {"before": before, "loss": loss}
                     print(json.dumps(run), flush=True)
