@@ -24,6 +24,7 @@ import transformers
 from accelerate.utils import extract_model_from_parallel
 from byte_llama import byte_tokenizer, llama_sizes
 from datasets import Dataset
+from records import make_room_for
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
@@ -37,6 +38,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from torch_bf16.tools.compare.corpus import batches, load_corpus
+from torch_bf16.tools.output import write_json
 
 CONTROL = "bf16 weights, torch AdamW"
 MODES = ("no", "bf16-fp32-master", "bf16-stochastic", CONTROL)
@@ -175,6 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--validation-batches", type=int, default=64)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
+    if args.seeds < 1:
+        parser.error(f"--seeds {args.seeds} must be at least 1")
+    make_room_for(args.output)
     runs = list(study(args))
     found = verdicts(runs)
     for _, sentence in found:
@@ -183,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         settings = {k: v for k, v in vars(args).items() if k != "output"}
         record = {"settings": settings | versions, "runs": runs, "verdicts": [s for _, s in found]}
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(record, args.output)
     return 0 if all(holds for holds, _ in found) else 1
 
 
