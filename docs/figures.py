@@ -203,17 +203,10 @@ def loss_curves(axes: Any) -> None:
 def learning_rates(axes: Any) -> None:
     """Which share of fp32's improvement is left at small learning rates."""
     path = RESULTS / "2026-11-21-cpu" / "learning_rate_sweep.json"
-    record = json.loads(path.read_text())
-    before, after = np.array(record["before"]), record["after"]
     colours = {"24-bit weights": OTHER, "bf16 nearest": NEAREST, **COLOURS}
-    for name in (name for name in after if name != "fp32"):
-        rates = sorted(after[name], key=float)
-        shares = [
-            (before - np.array(after[name][rate])).sum()
-            / (before - np.array(after["fp32"][rate])).sum()
-            for rate in rates
-        ]
-        points = [100 * share for share in shares]
+    for name, shares in json.loads(path.read_text())["share_of_improvement"].items():
+        rates = sorted(shares, key=float)
+        points = [100 * shares[rate]["mean"] for rate in rates]
         axes.plot([float(rate) for rate in rates], points, "o-", color=colours[name], label=name)
     axes.set_xscale("log")
     axes.set(xlabel="learning rate, 500 steps", ylabel="% of what fp32 learns", ylim=(-3, 105))

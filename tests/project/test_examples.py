@@ -6,22 +6,29 @@ import json
 import os
 import runpy
 import sys
+import time
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import accelerate_demo
 import convergence
-import learning_rate_sweep
+import learning_rate_sweep as sweep
 import lightning_demo as demo
+import moment_formats
+import nanogpt_char
+import paired_runs
 import pytest
+import records
 import small_updates
 import torch
 from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.state import AcceleratorState, GradientState
 from forked_scripts import call_in_fork, run_script
+from forkserver import forkserver
 from paired_runs import CONTROL
 from torchrun_variables import as_torchrun_says
 
@@ -125,7 +132,111 @@ def test_the_learning_rate_sweep_gives_shares_of_fp32s_improvement(tmp_path: Pat
     options = [*STUDY, "--seeds=1", "--pretraining-steps=2", "--out=sweep"]
     run_script(EXAMPLES / "learning_rate_sweep.py", *options, folder=tmp_path, **NOTHING_COMPILED)
     record = json.loads((tmp_path / "sweep" / "learning_rate_sweep.json").read_text())
-    assert set(record["share_of_improvement"]) == set(learning_rate_sweep.RECIPES)
+    assert set(record["share_of_improvement"]) == set(sweep.RECIPES)
+
+
+RECORD = EXAMPLES / "results" / "2026-11-21-cpu"
+
+
+def test_the_shares_of_the_record_are_those_of_its_losses() -> None:
+    record = json.loads((RECORD / "learning_rate_sweep.json").read_text())
+    readme = (RECORD / "README.md").read_text()
+    found = sweep.learned(record["before"], record["after"])
+    assert {rate for shares in found.values() for rate in shares} == {f"{r:g}" for r in sweep.RATES}
+    for name, shares in found.items():
+        for rate, share in shares.items():
+            assert vars(share) == pytest.approx(record["share_of_improvement"][name][rate]), name
+        assert f"| {' | '.join(map(sweep.percent, shares.values()))} |" in readme, name
+
+
+def test_a_share_of_no_improvement_is_none() -> None:
+    worse = {rate: [3.1, 3.2] for rate in sweep.RATES}
+    after = dict.fromkeys((sweep.REFERENCE, *sweep.RECIPES), worse)
+    shares = sweep.learned([3.0, 3.0], after)
+    assert {share for each in shares.values() for share in each.values()} == {None}
+    assert sweep.percent(None) == "-"
+    assert sweep.table([3.0, 3.0], after).row_count == 1 + len(sweep.RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "said"),
+    [
+        (convergence.main, ["--seeds=0"], "--seeds 0 must be at least 1"),
+        (convergence.main, ["--optimizer=AdamWScheduleFree"], "pip install schedulefree"),
+        (sweep.main, ["--steps=0"], "--steps 0 must be at least 1"),
+        (nanogpt_char.main, ["--text=none.txt", "--seeds=0"], "--seeds 0 must be at least 1"),
+    ],
+)
+def test_what_a_study_cannot_do_is_refused_by_name(
+    main, options: list[str], said: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(convergence, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(options)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "options"),
+    [
+        (convergence.main, ["--out=taken"]),
+        (sweep.main, ["--out=taken"]),
+        (small_updates.main, ["--json=taken/record.json"]),
+        (nanogpt_char.main, ["--text=none.txt", "--json=taken/record.json"]),
+        (demo.main, ["--json=taken/record.json"]),
+        (demo.main, ["--plot=taken/plot.png"]),
+    ],
+)
+def test_a_study_that_cannot_write_its_record_does_not_begin(
+    main, options: list[str], monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    with pytest.raises(SystemExit, match="the folder taken cannot be made: File exists"):
+        main(options)
+
+
+def test_the_folder_of_a_record_is_made(tmp_path: Path) -> None:
+    records.make_room_for(tmp_path / "new" / "one" / "record.json")
+    assert [*(tmp_path / "new" / "one").iterdir()] == []
+    with pytest.raises(SystemExit, match="new is a folder: give the name of a file"):
+        records.make_room_for(tmp_path / "new")
+    records.make_room_for(None)
+
+
+def fail() -> None:
+    raise ArithmeticError("a run that fails")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_fails_ends_a_study_at_once(workers: int, monkeypatch) -> None:
+    monkeypatch.setattr(paired_runs, "get_context", lambda method: forkserver())
+    start = time.monotonic()
+    jobs = {0: fail, **{number: partial(time.sleep, 60) for number in range(1, 4)}}
+    with pytest.raises(ArithmeticError, match="a run that fails"):
+        paired_runs.run_all(jobs.items(), workers, "runs")
+    assert time.monotonic() < start + 40
+
+
+def test_runs_in_this_process_have_one_thread_and_leave_the_others_as_they_were() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert paired_runs.run_all([("run", torch.get_num_threads)], 1, "runs") == {"run": 1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("script", [moment_formats, small_updates])
+def test_help_is_a_sentence_and_starts_nothing(script, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it started"))
+    with pytest.raises(SystemExit):
+        runpy.run_path(script.__file__, run_name="__main__")
+    help_ = " ".join(capsys.readouterr().out.split())
+    assert script.__doc__.splitlines()[0] in help_
+    assert script.__doc__.splitlines()[2].strip() not in help_
 
 
 def test_an_interval_is_that_of_students_t() -> None:
