@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import sys
@@ -249,12 +250,21 @@ def test_an_interval_is_that_of_students_t() -> None:
         assert student_t(degrees) == pytest.approx(t, rel=2e-3)
 
 
-@pytest.mark.parametrize(("difference", "does"), [(0.0009, True), (0.0011, False)])
-def test_the_verdict_of_the_study_can_say_no(difference: float, does: bool) -> None:
-    interval = Interval(difference, difference - 0.01, difference + 0.01)
+@pytest.mark.parametrize(("high", "does"), [(0.0009, True), (0.0011, False), (math.inf, False)])
+def test_the_verdict_of_the_study_can_say_no(high: float, does: bool) -> None:
+    interval = Interval(-0.0001, -0.01, high)
     assert convergence.holds("9 bytes", interval) is does
     assert not convergence.holds(CONTROL, interval)
+    assert not convergence.holds(CONTROL, Interval(0.05, 0.02, 0.08))
     assert convergence.holds(CONTROL, Interval(0.05, 0.04, 0.06))
+
+
+def test_the_recorded_study_holds() -> None:
+    record = json.loads((RECORD / "convergence.json").read_text())
+    found = {name: Interval(**each) for name, each in record["differences"]["fp32"].items()}
+    shared = found.keys() & convergence.RECIPES.keys()
+    assert len(shared) >= 6
+    assert all(convergence.holds(name, found[name]) for name in shared)
 
 
 def finished(losses: dict[str, float]) -> dict[str, demo.Run]:
