@@ -154,28 +154,27 @@ def second_moment(axes: Any) -> None:
     axes.axvline(1000, color=OTHER, linestyle=":", label="gradients fall from 1 to 0.1")
 
 
+def stored_bytes(name: str, **changes: str) -> list[float]:
+    """Bytes of a weight and its two moments in a recipe."""
+    recipe = torch_bf16.get_recipe(name, **changes)
+    roles = ("weights", "exp_avg", "exp_avg_sq")
+    return [recipe.format_of(role, (64, 64)).bytes_per_element for role in roles]
+
+
 def stacked_bytes(axes: Any) -> None:
     """Bytes of a parameter by role."""
+    int8 = {"exp_avg": "int8", "exp_avg_sq": "int8"}
     rows = {
-        "AdamW in fp32": ("fp32", "fp32", "fp32", 4),
-        "bf16-fp32-master": ("bf16+16", "fp32", "fp32", 2),
-        "bf16-stochastic": ("bf16_stochastic", "bf16_nearest", "bf16_stochastic", 2),
-        "… with int8 moments": ("bf16_stochastic", "int8", "int8", 2),
-        "… and released gradients": ("bf16_stochastic", "int8", "int8", 0),
+        "AdamW in fp32": (4, 4, 4, 4),
+        "bf16-fp32-master": (*stored_bytes("bf16-fp32-master"), 2),
+        "bf16-stochastic": (*stored_bytes("bf16-stochastic"), 2),
+        "… with int8 moments": (*stored_bytes("bf16-stochastic", **int8), 2),
+        "… and released gradients": (*stored_bytes("bf16-stochastic", **int8), 0),
     }
     roles = ("weight", "first moment", "second moment", "gradient")
     left = np.zeros(len(rows))
-    sizes = []
-    for weights, exp_avg, exp_avg_sq, gradient in rows.values():
-        if weights == "fp32":
-            sizes.append([4, 4, 4, 4])
-            continue
-        recipe = torch_bf16.Recipe("", weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        shape = (64, 64)
-        each = [recipe.format_of(r, shape) for r in ("weights", "exp_avg", "exp_avg_sq")]
-        sizes.append([*(format_.bytes_per_element for format_ in each), gradient])
     for role, column, colour in zip(
-        roles, zip(*sizes, strict=True), (MASTER, STOCHASTIC, OTHER, FP32), strict=True
+        roles, zip(*rows.values(), strict=True), (MASTER, STOCHASTIC, OTHER, FP32), strict=True
     ):
         axes.barh(list(rows), column, left=left, color=colour, label=role, height=0.65)
         left += np.array(column)
@@ -204,17 +203,10 @@ def loss_curves(axes: Any) -> None:
 def learning_rates(axes: Any) -> None:
     """Which share of fp32's improvement is left at small learning rates."""
     path = RESULTS / "2026-11-21-cpu" / "learning_rate_sweep.json"
-    record = json.loads(path.read_text())
-    before, after = np.array(record["before"]), record["after"]
     colours = {"24-bit weights": OTHER, "bf16 nearest": NEAREST, **COLOURS}
-    for name in (name for name in after if name != "fp32"):
-        rates = sorted(after[name], key=float)
-        shares = [
-            (before - np.array(after[name][rate])).sum()
-            / (before - np.array(after["fp32"][rate])).sum()
-            for rate in rates
-        ]
-        points = [100 * share for share in shares]
+    for name, shares in json.loads(path.read_text())["share_of_improvement"].items():
+        rates = sorted(shares, key=float)
+        points = [100 * shares[rate]["mean"] for rate in rates]
         axes.plot([float(rate) for rate in rates], points, "o-", color=colours[name], label=name)
     axes.set_xscale("log")
     axes.set(xlabel="learning rate, 500 steps", ylabel="% of what fp32 learns", ylim=(-3, 105))
@@ -222,7 +214,7 @@ def learning_rates(axes: Any) -> None:
 
 def gpu_steps(axes: Any) -> None:
     """How long an AdamW step over a billion parameters takes on a GPU."""
-    records = [*gpu_table.records_in(RESULTS / "2026-11-27-nvidia-h200")]
+    _, records = gpu_table.newest(RESULTS)["NVIDIA H200"]
     rows = gpu_table.rows_of(each for each in records if each["model"] == "llama-1b")
     times = {name: found["llama-1b"]["ms"]["median"] for name, found in rows.items()}
     names = sorted(times, key=times.__getitem__)
@@ -279,9 +271,13 @@ def draw(name: str, folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*FIGURES, []], help="default: all")
+    names = ", ".join(FIGURES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {names}")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(FIGURES):
+        parser.error(f"no figure is called {', '.join(sorted(unknown))}; there are {names}")
+    options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.names or FIGURES:
         draw(name, options.folder)
 

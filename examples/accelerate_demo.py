@@ -67,7 +67,9 @@ def main(arguments: list[str] | None = None) -> float:
     with torch.no_grad():
         for (batch,) in validation:
             loss = next_byte_loss(model, batch)
-            losses.append(accelerator.gather_for_metrics(loss.double().reshape(1)))
+            # One value for each window, because the windows that fill up the last round of batches
+            # are dropped by their number.
+            losses.append(accelerator.gather_for_metrics(loss.double().repeat(len(batch))))
     validation_loss = torch.cat(losses).mean().item()
     accelerator.print(f"{accelerator.mixed_precision}: validation loss {validation_loss:.4f}")
     accelerator.end_training()

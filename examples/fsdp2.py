@@ -72,6 +72,12 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
 
 def train(args: argparse.Namespace, device: torch.device) -> float:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    if args.batch_size % ranks:
+        # FSDP averages over the processes, so that a window of a smaller share would weigh more.
+        raise SystemExit(
+            f"--batch-size {args.batch_size} cannot be divided by {ranks} processes; "
+            f"{args.batch_size // ranks * ranks + ranks} can"
+        )
     torch.manual_seed(0)
     corpus = load_corpus(args.corpus_bytes)
     model = GPT(GPTConfig(context=args.context, width=args.width, layers=args.layers)).to(device)
@@ -92,6 +98,10 @@ def train(args: argparse.Namespace, device: torch.device) -> float:
             optim_state_dict=state["optimizer"],
         )
         start = state["step"]
+        if start >= args.steps:
+            raise SystemExit(
+                f"{args.checkpoint} has {start} steps already: --steps {args.steps} must be more"
+            )
 
     loss = torch.tensor(float("nan"))
     for step in range(start, args.steps):
@@ -106,7 +116,7 @@ def train(args: argparse.Namespace, device: torch.device) -> float:
             print(f"step {step + 1}: loss {loss.item():.4f} on rank 0", flush=True)
 
     weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": states, "step": max(start, args.steps)}
+    state = {"model": weights, "optimizer": states, "step": args.steps}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(args.checkpoint, overwrite=True))
     return loss.item()
 

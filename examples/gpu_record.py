@@ -187,49 +187,56 @@ def run(
         parts: command lines by the part's name.
         keys: results of :func:`source_key` by the part's name.
         deadline: the value of ``time.monotonic()`` by which the last part is ended.
-        archive: the file that the record is packed into after each part; None for no file.
+        archive: the file that the record is packed into after each part, ended by Ctrl-C or not;
+            None for no file.
 
     Returns:
         Whether all parts have succeeded now.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"parts": _state(folder).get("parts", {})}
     right = True
     for name, command in parts.items():
-        before = state["parts"].get(name, {})
-        if before.get("status") == 0 and before.get("source") == keys[name]:
-            print(f"{name}: done before")
-            continue
-        left = deadline - time.monotonic() - GRACE_SECONDS
-        if left < LEAST_SECONDS:
-            print(f"{name}: no time left; the same command continues with it")
-            right = False
-            continue
-        print(f"{name}: {shown(command)}", flush=True)
-        facts = {"command": shown(command), "source": keys[name], "commit": commit()}
-        if "--json" in command:
-            # If this run fails, the figures of another one must not be taken for its own.
-            (folder / command[command.index("--json") + 1]).unlink(missing_ok=True)
-        start = time.perf_counter()
-        # Recorded when it starts, too: something may kill this process.
-        for status in ("under way", None):
-            if status is None:
-                status = _run_part(command, folder, name, min(LIMITS[name], left))
-            seconds = round(time.perf_counter() - start, 1)
-            state["parts"][name] = {**facts, "status": status, "seconds": seconds}
-            (folder / "run.json").write_text(json.dumps(state, indent=2) + "\n")
-        output = folder / f"{name}.txt"
-        output.write_text(without_places(output.read_text(errors="replace")))
-        if archive is not None:
-            pack(folder, archive)
-        right = right and status == 0
-        print(f"{name}: {'ok' if status == 0 else f'failed ({status})'}, {seconds} s", flush=True)
-        if status != 0:
-            print(f"... the end of {output}:\n{output.read_text()[-SHOWN:]}", flush=True)
-    if archive is not None and not archive.exists():
-        # All parts were done before.
-        pack(folder, archive)
+        try:
+            right = _run_unless_done(folder, name, command, keys[name], deadline) and right
+        finally:
+            # After Ctrl-C as well, with what the part has said by then.
+            if archive is not None:
+                pack(folder, archive)
     return right
+
+
+def _run_unless_done(
+    folder: Path, name: str, command: Sequence[str], key: str, deadline: float
+) -> bool:
+    """Run a part, if it has not succeeded and there is time; return whether it has succeeded."""
+    state = {"parts": _state(folder).get("parts", {})}
+    before = state["parts"].get(name, {})
+    if before.get("status") == 0 and before.get("source") == key:
+        print(f"{name}: done before")
+        return True
+    left = deadline - time.monotonic() - GRACE_SECONDS
+    if left < LEAST_SECONDS:
+        print(f"{name}: no time left; the same command continues with it")
+        return False
+    print(f"{name}: {shown(command)}", flush=True)
+    facts = {"command": shown(command), "source": key, "commit": commit()}
+    if "--json" in command:
+        # If this run fails, the figures of another one must not be taken for its own.
+        (folder / command[command.index("--json") + 1]).unlink(missing_ok=True)
+    start = time.perf_counter()
+    # Recorded when it starts, too: something may kill this process.
+    for status in ("under way", None):
+        if status is None:
+            status = _run_part(command, folder, name, min(LIMITS[name], left))
+        seconds = round(time.perf_counter() - start, 1)
+        state["parts"][name] = {**facts, "status": status, "seconds": seconds}
+        (folder / "run.json").write_text(json.dumps(state, indent=2) + "\n")
+    output = folder / f"{name}.txt"
+    output.write_text(without_places(output.read_text(errors="replace")))
+    print(f"{name}: {'ok' if status == 0 else f'failed ({status})'}, {seconds} s", flush=True)
+    if status != 0:
+        print(f"... the end of {output}:\n{output.read_text()[-SHOWN:]}", flush=True)
+    return status == 0
 
 
 def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> int | str:
@@ -322,9 +329,11 @@ def main() -> int:
         return 130
     if device != "cpu":
         gpu_table.main()
-    print(
-        "all parts are done" if right else "not all parts are right; the same command tries again"
-    )
+    asked_for = "" if options.only is None else " asked for"
+    if right:
+        print(f"all parts{asked_for} are done")
+    else:
+        print(f"not all parts{asked_for} are done; the same command goes on with the others")
     return 0 if right else 1
 
 

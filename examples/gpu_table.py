@@ -5,6 +5,7 @@ One table for each GPU, of its newest record: the rows of its benchmarks and of 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -25,14 +26,19 @@ WAYS = ("moved", "graph", "zero-rows")
 
 def tables(results: Path) -> str:
     """Return a table for each GPU that was measured."""
+    nothing = "No GPU has been measured yet: `make gpu` measures one and writes this table."
+    return "\n\n".join(_table(*each) for each in newest(results).values()) or nothing
+
+
+def newest(results: Path) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+    """Return the folder and the records of each GPU's newest measurement, the newest GPU first."""
     found = ((folder, [*records_in(folder)]) for folder in filter(Path.is_dir, results.iterdir()))
     measured = [(folder, records) for folder, records in found if records]
     measured.sort(key=lambda each: each[1][0]["date"], reverse=True)
-    newest: dict[str, str] = {}
+    by_gpu: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
     for folder, records in measured:
-        newest.setdefault(records[0]["hardware"]["device"], _table(folder, records))
-    nothing = "No GPU has been measured yet: `make gpu` measures one and writes this table."
-    return "\n\n".join(newest.values()) or nothing
+        by_gpu.setdefault(records[0]["hardware"]["device"], (folder, records))
+    return by_gpu
 
 
 def records_in(folder: Path) -> Iterator[dict[str, Any]]:
@@ -125,4 +131,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

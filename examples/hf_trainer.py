@@ -4,12 +4,13 @@ accelerate launch --mixed_precision bf16-stochastic examples/hf_trainer.py
 python examples/hf_trainer.py --optim adamw_bf16_stochastic
 python examples/hf_trainer.py --prompt "def main"   # loads the saved model and continues the text
 
-Any option of TrainingArguments can be given as well.
+Any option of TrainingArguments can be given as well. Needs transformers and datasets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from byte_llama import byte_tokenizer, make_llama
@@ -85,6 +86,8 @@ def write_on(folder: str, prompt: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     trained, options = HfArgumentParser((Arguments, Options)).parse_args_into_dataclasses(arguments)
     if options.prompt:
+        if not Path(trained.output_dir).is_dir():
+            raise SystemExit(f"{trained.output_dir} does not exist: train first, without --prompt")
         print(write_on(trained.output_dir, options.prompt))
     else:
         train(trained, options)

@@ -21,8 +21,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.utils import extract_model_from_parallel
 from byte_llama import byte_tokenizer, llama_sizes
 from datasets import Dataset
+from records import make_room_for
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
@@ -36,6 +38,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from torch_bf16.tools.compare.corpus import batches, load_corpus
+from torch_bf16.tools.output import write_json
 
 CONTROL = "bf16 weights, torch AdamW"
 MODES = ("no", "bf16-fp32-master", "bf16-stochastic", CONTROL)
@@ -56,7 +59,14 @@ def dataset(text: Tensor, args: argparse.Namespace, *, n: int, seed: int) -> Dat
 
 
 def train(
-    model: nn.Module, data: Dataset, trainer: str, mode: str, lr: float, seed: int
+    model: nn.Module,
+    data: Dataset,
+    trainer: str,
+    mode: str,
+    *,
+    batch_size: int,
+    lr: float,
+    seed: int,
 ) -> nn.Module:
     """Run once, as a launched script would: the environment names the mode."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no" if mode == CONTROL else mode
@@ -65,7 +75,7 @@ def train(
             "output_dir": folder,
             "use_cpu": not torch.cuda.is_available(),
             "num_train_epochs": 1,
-            "per_device_train_batch_size": 8,
+            "per_device_train_batch_size": batch_size,
             "learning_rate": lr,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 20,
@@ -93,8 +103,9 @@ def train(
 @torch.no_grad()
 def validation_loss(model: nn.Module, windows: Tensor) -> float:
     """Return the mean negative log-likelihood of the text in nats per byte, computed in fp32."""
-    model = copy.deepcopy(model).float().eval()
-    model.__dict__.pop("forward", None)  # what prepare put around it
+    # Stock bf16 keeps autocast around a model that TRL has trained.
+    model = extract_model_from_parallel(copy.deepcopy(model), keep_fp32_wrapper=False)
+    model.float().eval()
     device = next(model.parameters()).device
     losses = [model(input_ids=w, labels=w).loss.item() for w in windows.to(device)]
     return statistics.fmean(losses)
@@ -103,25 +114,24 @@ def validation_loss(model: nn.Module, windows: Tensor) -> float:
 def study(args: argparse.Namespace) -> Iterator[dict]:
     corpus = load_corpus(args.corpus_bytes)
     half = len(corpus.train) // 2
-    n = args.batch_size
+    shape = {"batch_size": args.batch_size, "context": args.context}
+    windows = batches(corpus.validation, n=args.validation_batches, seed=9, **shape)
     for seed in range(args.seeds):
-        windows = batches(
-            corpus.validation, n=args.validation_batches, batch_size=n, context=args.context, seed=9
-        )
+        options = {"batch_size": args.batch_size, "seed": seed}
         first = dataset(corpus.train[:half], args, n=args.steps, seed=2 * seed)
         second = dataset(corpus.train[half:], args, n=args.steps, seed=2 * seed + 1)
         for kind in ("llama", "qwen3"):
             set_seed(seed)
-            base = train(make_model(kind, args), first, "trainer", "no", args.base_lr, seed)
+            base = make_model(kind, args)
+            base = train(base, first, "trainer", "no", lr=args.base_lr, **options)
             before = validation_loss(base, windows)
             for trainer in ("trainer", "trl"):
                 for mode in MODES:
                     model = copy.deepcopy(base)
                     if mode == CONTROL:
                         model.to(torch.bfloat16)
-                    loss = validation_loss(
-                        train(model, second, trainer, mode, args.lr, seed), windows
-                    )
+                    model = train(model, second, trainer, mode, lr=args.lr, **options)
+                    loss = validation_loss(model, windows)
                     run = {"model": kind, "trainer": trainer, "mode": mode, "seed": seed}
                     run |= {"before": before, "loss": loss}
                     print(json.dumps(run), flush=True)
@@ -167,6 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--validation-batches", type=int, default=64)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
+    if args.seeds < 1:
+        parser.error(f"--seeds {args.seeds} must be at least 1")
+    make_room_for(args.output)
     runs = list(study(args))
     found = verdicts(runs)
     for _, sentence in found:
@@ -175,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         settings = {k: v for k, v in vars(args).items() if k != "output"}
         record = {"settings": settings | versions, "runs": runs, "verdicts": [s for _, s in found]}
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(record, args.output)
     return 0 if all(holds for holds, _ in found) else 1
 
 

@@ -11,28 +11,30 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
+import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from paired_runs import CONTROL, REFERENCE, Run, final_loss, origin, run_all, train
+from paired_runs import CONTROL, REFERENCE, TO_NEAREST, Run, final_loss, origin, run_all, train
+from records import make_room_for
 from rich.console import Console
 from rich.table import Table
 
 import torch_bf16
 from torch_bf16 import Recipe
 from torch_bf16.tools.compare.corpus import Corpus, load_corpus
+from torch_bf16.tools.compare.intervals import Interval
+from torch_bf16.tools.output import write_json
 
 RECIPES = {
     "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),
     "24-bit weights": Recipe("24-bit weights", weights="bf16+8"),
     "bf16-stochastic": torch_bf16.get_recipe("bf16-stochastic"),
-    CONTROL: Recipe(
-        CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"
-    ),
+    CONTROL: TO_NEAREST,
 }
 RATES = (1e-4, 3e-5, 1e-5, 3e-6, 1e-6)
 
@@ -99,31 +101,44 @@ def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, 
     return before, after
 
 
-def learned(before: list[float], after: dict[str, dict[float, list[float]]]):
-    """Return, by recipe and rate, the share of fp32's improvement, summed over seeds."""
+def learned(
+    before: list[float], after: dict[str, dict[float, list[float]]]
+) -> dict[str, dict[float, Interval | None]]:
+    """Return, by recipe and rate, the share of fp32's improvement that the recipe reaches.
 
-    def improvement(name: str, lr: float) -> float:
-        return sum(a - b for a, b in zip(before, after[name][lr], strict=True))
-
-    return {
-        name: {lr: improvement(name, lr) / improvement(REFERENCE, lr) for lr in RATES}
-        for name in RECIPES
-    }
+    It is one minus the paired differences from fp32 over fp32's mean improvement; None where fp32
+    did not improve.
+    """
+    found: dict[str, dict[float, Interval | None]] = {name: {} for name in RECIPES}
+    for lr, reference in after[REFERENCE].items():
+        gained = statistics.fmean(before) - statistics.fmean(reference)
+        for name, shares in found.items():
+            pairs = zip(reference, after[name][lr], strict=True)
+            reached = [1 + (a - b) / gained for a, b in pairs] if gained > 0 else []
+            shares[lr] = Interval.of(reached) if reached else None
+    return found
 
 
 def table(before: list[float], after: dict[str, dict[float, list[float]]]) -> Table:
-    rows = Table(title="Share of fp32's improvement that each recipe reaches")
+    rows = Table(title="% of fp32's improvement that each recipe reaches, and its 95 % interval")
     rows.add_column("recipe")
     for lr in RATES:
         rows.add_column(f"{lr:g}", justify="right")
-    gained = [(sum(before) - sum(after[REFERENCE][lr])) / len(before) for lr in RATES]
+    gained = [statistics.fmean(before) - statistics.fmean(after[REFERENCE][lr]) for lr in RATES]
     rows.add_row("fp32, in nats per byte", *(f"{each:.4f}" for each in gained))
     for name, shares in learned(before, after).items():
-        rows.add_row(name, *(f"{shares[lr]:.1%}" for lr in RATES))
+        rows.add_row(name, *(percent(shares[lr]) for lr in RATES))
     return rows
 
 
-def plot(shares: dict[str, dict[float, float]], path: Path) -> None:
+def percent(share: Interval | None) -> str:
+    if share is None:
+        return "-"
+    mean, low, high = (f"{100 * each:.2f}" for each in (share.mean, share.low, share.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def plot(shares: dict[str, dict[float, Interval | None]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,7 +146,8 @@ def plot(shares: dict[str, dict[float, float]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, each in shares.items():
-        axes.plot(list(each), list(each.values()), "o-", label=name)
+        known = {lr: share.mean for lr, share in each.items() if share is not None}
+        axes.plot(list(known), list(known.values()), "o-", label=name)
     axes.set(xscale="log", xlabel="learning rate", ylabel="share of fp32's improvement")
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.legend()
@@ -148,25 +164,30 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--validation-batches", type=int, default=128)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("learning_rate_sweep"), help="folder")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for name in ("seeds", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if args.seeds < 1:
-        sys.exit(f"--seeds {args.seeds} must be at least 1")
+    make_room_for(args.out / "learning_rate_sweep.json")
     before, after = sweep(args)
     shares = learned(before, after)
-    Console(width=100).print(table(before, after))
-    args.out.mkdir(parents=True, exist_ok=True)
+    Console(width=150).print(table(before, after))
     record = {
         **origin("learning_rate_sweep.py", arguments),
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
         "before": before,
         "after": after,
-        "share_of_improvement": shares,
+        "share_of_improvement": {
+            name: {lr: share and asdict(share) for lr, share in each.items()}
+            for name, each in shares.items()
+        },
     }
-    (args.out / "learning_rate_sweep.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(record, args.out / "learning_rate_sweep.json")
     plot(shares, args.out / "learning_rate_sweep.png")
     print(f"Record and plot: {args.out.resolve()}")
     return 0

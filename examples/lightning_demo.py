@@ -9,7 +9,6 @@ is switched off (``BF16_AUTOLOAD=0``), add ``import lightning_bf16``.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 import lightning
 import torch
 from gpt import GPT, GPTConfig, add_size_arguments, next_byte_loss
+from records import make_room_for
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from torch_bf16.tools.compare.corpus import Corpus, batches, load_corpus
 from torch_bf16.tools.compare.schedule import learning_rate_factor
+from torch_bf16.tools.output import write_json
 
 REFERENCE = "32-true"
 CONTROL = "bf16-true"  # stock Lightning: weights and Adam's moments rounded to the nearest bf16
@@ -195,7 +196,6 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     left.set(xlabel="step", ylabel="training loss, nats per byte")
     right.set(xlabel="step", ylabel=f"training loss minus {REFERENCE}'s")
     left.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -215,7 +215,7 @@ def record(runs: dict[str, Run], args: argparse.Namespace, path: Path) -> None:
             for mode, run in runs.items()
         },
     }
-    path.write_text(json.dumps(found) + "\n")
+    write_json(found, path)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -233,6 +233,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    make_room_for(args.plot)
+    make_room_for(args.json)
     # Lightning reports devices and its own tips once per Trainer: four times here.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     # The batches are already in memory; workers would only copy them.
@@ -254,15 +256,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     with Progress(*columns, console=console) as progress:
         runs = {mode: train(mode, args, corpus, progress) for mode in MODES}
-    plot(runs, args.plot)
-    if args.json is not None:
-        record(runs, args, args.json)
     console.print(results_table(runs))
     found = verdicts(runs)
     for holds, sentence in found:
         console.print(
             sentence, style=None if holds else "bold red", highlight=False, soft_wrap=True
         )
+    plot(runs, args.plot)
+    if args.json is not None:
+        record(runs, args, args.json)
     console.print(f"Loss curves: {args.plot.resolve()}", highlight=False, soft_wrap=True)
     return int(args.check and not all(holds for holds, _ in found))
 

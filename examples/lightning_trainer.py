@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=300)
     add_size_arguments(parser)
     args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps} must be at least 1")
 
     lightning.seed_everything(0)
     corpus = load_corpus(args.corpus_bytes)
@@ -47,7 +49,8 @@ def main(arguments: list[str] | None = None) -> float:
     config = GPTConfig(context=args.context, width=args.width, layers=args.layers)
 
     # Logs for each layer what share of its updates survives rounding, and warns if a layer stalls.
-    callbacks = [lightning_bf16.BF16Monitor()] if "bf16-" in args.precision else []
+    ours = args.precision in ("bf16-stochastic", "bf16-fp32-master")
+    callbacks = [lightning_bf16.BF16Monitor()] if ours else []
     trainer = lightning.Trainer(
         precision=args.precision,
         max_epochs=1,

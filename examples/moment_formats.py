@@ -7,6 +7,8 @@ second ones stochastically. It prints, against averages in fp32, the error of th
 ``m / (sqrt(v) + 1e-8)`` and the bias and error of ``v``.
 """
 
+import argparse
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,7 @@ def study(spread: float) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.manual_seed(0)
     for spread in (0.0, 1.0, 2.0):
         study(spread)

@@ -15,7 +15,6 @@ The differences from nanoGPT: norms have a bias, and windows and weights are dra
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from contextlib import nullcontext
@@ -24,10 +23,12 @@ from pathlib import Path
 
 import torch
 from gpt import GPT, GPTConfig, next_byte_loss
+from records import make_room_for
 from torch import Tensor
 
 import torch_bf16
 from torch_bf16.tools.compare.corpus import batches
+from torch_bf16.tools.output import write_json
 
 PUBLISHED = 1.88
 CONTROL = "bf16, to the nearest"
@@ -61,11 +62,11 @@ class Settings:
 
 
 def load_text(path: Path) -> tuple[Tensor, Tensor, int]:
-    """Return training and validation text as uint8 indices, and the number of characters."""
-    text = path.read_text()
+    """Return training and validation text as indices, and the number of different characters."""
+    text = path.read_text(encoding="utf-8")
     characters = sorted(set(text))
     number = {character: position for position, character in enumerate(characters)}
-    encoded = torch.tensor([number[character] for character in text], dtype=torch.uint8)
+    encoded = torch.tensor([number[character] for character in text])
     end = int(0.9 * len(encoded))
     return encoded[:end], encoded[end:], len(characters)
 
@@ -117,6 +118,9 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--eval-batches", type=int, default=Settings.eval_batches)
     parser.add_argument("--json", type=Path, help="a file for the settings and all losses")
     args = parser.parse_args(arguments)
+    if args.seeds < 1:
+        parser.error(f"--seeds {args.seeds} must be at least 1")
+    make_room_for(args.json)
     settings = Settings(max_iters=args.steps, eval_batches=args.eval_batches)
     losses: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
     for seed in range(args.seeds):
@@ -128,7 +132,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
         print(f"{precision:22} {statistics.fmean(each):.4f} (nanoGPT states {PUBLISHED})")
     if args.json:
         record = {"settings": asdict(settings), "torch": torch.__version__, "losses": losses}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(record, args.json)
     return losses
 
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ REFERENCE = "fp32"
 MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others
 VARIANTS = ("cautious", "update_clipping")
 NUDGED = "fp32, one bit changed"  # the reference itself, from one weight that is the next number
-CONTROL = "bf16 nearest"  # weights and moments rounded to nearest: what plain bf16 training does
+CONTROL = "bf16 nearest"
+# Plain bf16 training rounds vectors to nearest as well; here, as in all recipes, they stay exact.
+TO_NEAREST = Recipe(
+    CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,8 @@ def run_all(
 ) -> dict[Any, Any]:
     """Call each job in one of ``workers`` single-threaded processes; return results by key.
 
+    What a job raises, and Ctrl-C, ends all others at once.
+
     Args:
         jobs: pairs of a key and a picklable call.
         workers: number of processes; with 1, the jobs run in this one.
@@ -152,18 +159,47 @@ def run_all(
         TimeRemainingColumn(),
     )
     results = {}
-    one_thread: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
-    if workers == 1:
-        executor = ThreadPoolExecutor(1, **one_thread)
-    else:
-        executor = ProcessPoolExecutor(workers, get_context("spawn"), **one_thread)
-    with Progress(*columns) as progress, executor as pool:
+    with Progress(*columns) as progress:
         task = progress.add_task(title, total=len(jobs))
-        futures = {pool.submit(call): key for key, call in jobs.items()}
-        for future in as_completed(futures):
-            results[futures[future]] = future.result()
+        for key, result in _run_here(jobs) if workers == 1 else _run_in_processes(jobs, workers):
+            results[key] = result
             progress.advance(task)
     return {key: results[key] for key in jobs}
+
+
+def _run_here(jobs: Mapping[Any, Callable[[], Any]]) -> Iterator[tuple[Any, Any]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for key, call in jobs.items():
+            yield key, call()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run_in_processes(
+    jobs: Mapping[Any, Callable[[], Any]], workers: int
+) -> Iterator[tuple[Any, Any]]:
+    others = active_children()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _prepare_worker)
+    try:
+        futures = {pool.submit(call): key for key, call in jobs.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # The pool would wait for the runs that are under way.
+        for worker in active_children():
+            if worker not in others:
+                worker.terminate()
+        raise
+    pool.shutdown()
+
+
+def _prepare_worker() -> None:
+    torch.set_num_threads(1)
+    # Ctrl-C reaches workers, too; the process that started them ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def origin(program: str, arguments: list[str] | None) -> dict[str, Any]:

@@ -29,7 +29,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add_size_arguments(parser, batch_size=8)
     parser.add_argument("--checkpoint", type=Path, default=Path("loop.pt"))
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.micro_batches < 1:
+        parser.error(f"--micro-batches {args.micro_batches} must be at least 1")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> float:
@@ -56,6 +59,10 @@ def main(arguments: list[str] | None = None) -> float:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         start = state["step"]
+        if start >= args.steps:
+            raise SystemExit(
+                f"{args.resume} has {start} steps already: --steps {args.steps} must be more"
+            )
 
     loss = torch.tensor(float("nan"))
     for step in range(start, args.steps):
@@ -76,7 +83,7 @@ def main(arguments: list[str] | None = None) -> float:
 
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     saved = {name: each.state_dict() for name, each in states.items()}
-    torch.save(saved | {"step": max(start, args.steps)}, args.checkpoint)
+    torch.save(saved | {"step": args.steps}, args.checkpoint)
     return loss.item()
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import make_room_for
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch_bf16 import Recipe
 from torch_bf16.tools.bench.entries import Entry, ours
 from torch_bf16.tools.bench.peers import BASELINE, PEERS
+from torch_bf16.tools.output import write_json
 
 SIDE = 256
 RECIPES = (
@@ -156,12 +157,13 @@ def numbers(device: str, steps: int) -> tuple[Tensor, list[Tensor]]:
     return start.bfloat16().to(device), [each.bfloat16().to(device) for each in gradients]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", type=Path, help="write the answers there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    make_room_for(options.json)
     torch.compiler.set_stance("force_eager")
     start, gradients = numbers(options.device, options.steps)
     fp32 = next(each for each in PEERS["torch"].entries if each.name == BASELINE)
@@ -178,7 +180,7 @@ def main() -> int:
         libraries = [PEERS[name] for name in LIBRARIES]
         versions = {each.pip: version(each.pip) for each in libraries if each.installed}
         content = {"steps": options.steps, "versions": versions, "answers": record}
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        write_json(content, options.json)
     return 0
 
 

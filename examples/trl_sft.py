@@ -4,13 +4,14 @@ accelerate launch --mixed_precision bf16-stochastic examples/trl_sft.py
 accelerate launch --mixed_precision bf16-stochastic examples/trl_sft.py --lora --base trl-sft
 
 The first command teaches a small model sums, from prompts and completions. The second loads the
-saved model, freezes it, and teaches adapters of peft differences.
+saved model, freezes it, and teaches adapters of peft differences. Needs trl and peft.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from pathlib import Path
 
 import torch
 from byte_llama import byte_tokenizer, make_llama
@@ -42,10 +43,12 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--output", default="trl-sft", help="the folder to save to")
+    parser.add_argument("--output", help="the folder to save to; default: trl-sft, or trl-sft-lora")
     args = parser.parse_args(arguments)
+    if args.base and not Path(args.base).is_dir():
+        parser.error(f"--base {args.base} does not exist: train it first, without --lora")
 
-    output = f"{args.output}-lora" if args.lora else args.output
+    output = args.output or ("trl-sft-lora" if args.lora else "trl-sft")
     set_seed(0)
     model = make_llama(width=args.width, layers=args.layers, context=32)
     if args.base:

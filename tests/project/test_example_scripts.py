@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forked_scripts import run_script
 from free_port import free_port
+from ranks import RankError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODES = ("bf16-stochastic", "bf16-fp32-master")
@@ -42,6 +43,21 @@ def test_a_resumed_pytorch_loop_has_the_bits_of_one_that_never_stopped(precision
     assert whole["step"] == resumed["step"] == 5
     for name, weight in whole["model"].items():
         assert torch.equal(weight, resumed["model"][name]), name
+
+
+def test_a_checkpoint_that_has_all_steps_is_not_written_again() -> None:
+    options = [*TINY, "--device=cpu", "--precision=fp32"]
+    pytorch_loop.main([*options, "--steps=2"])
+    saved = Path("loop.pt").read_bytes()
+    with pytest.raises(SystemExit, match=r"loop\.pt has 2 steps already: --steps 2 must be more"):
+        pytorch_loop.main([*options, "--steps=2", "--resume=loop.pt"])
+    assert Path("loop.pt").read_bytes() == saved
+
+
+def test_the_pytorch_loop_needs_a_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pytorch_loop.main(["--micro-batches=0"])
+    assert "--micro-batches 0 must be at least 1" in capsys.readouterr().err
 
 
 def test_the_pytorch_loop_runs_in_fp32_as_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,11 +100,35 @@ def test_fsdp2_with_muon_goes_on_with_another_number_of_processes(ranks, tmp_pat
     assert any("momentum_buffer" in name for name in saved)
     (loss,) = ranks(1, train_fsdp2, [*options, "--steps=4", "--resume"])
     assert 4 < loss < 7
+    with pytest.raises(RankError, match="has 4 steps already: --steps 4 must be more"):
+        ranks(1, train_fsdp2, [*options, "--steps=4", "--resume"])
+
+
+def test_fsdp2_refuses_batches_of_which_a_process_would_have_more_than_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fsdp2.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(fsdp2.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(SystemExit, match="16 cannot be divided by 3 processes; 18 can"):
+        train_fsdp2([])
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's hints on workers and logging intervals
 def test_the_lightning_trainer_reports_a_validation_loss() -> None:
     assert 4 < lightning_trainer.main([*TINY, "--steps=3", "--precision=bf16-stochastic"]) < 7
+
+
+@pytest.mark.parametrize("precision", [*MODES, "bf16-mixed", "bf16-true", "32-true"])
+def test_the_monitor_is_for_the_modes_of_this_package(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer(callbacks: list, **options: object) -> None:
+        assert bool(callbacks) is (precision in MODES)
+        raise InterruptedError
+
+    monkeypatch.setattr(lightning_trainer.lightning, "Trainer", trainer)
+    with pytest.raises(InterruptedError):
+        lightning_trainer.main([*TINY, "--steps=1", f"--precision={precision}"])
 
 
 @pytest.mark.parametrize("precision", MODES)
@@ -121,6 +161,18 @@ def test_the_hugging_face_trainer_writes_on_from_what_it_saved() -> None:
     assert "def " in run_script(script, "--prompt=def ", folder=here)
 
 
+def test_a_model_that_is_not_there_is_not_looked_up_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hf_trainer = pytest.importorskip("hf_trainer")
+    with pytest.raises(SystemExit, match="none does not exist: train first, without --prompt"):
+        hf_trainer.main(["--output_dir=none", "--prompt=def "])
+    trl_sft = pytest.importorskip("trl_sft")
+    with pytest.raises(SystemExit):
+        trl_sft.main(["--lora", "--base=none"])
+    assert "--base none does not exist: train it first, without --lora" in capsys.readouterr().err
+
+
 def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
     tiny = ["--steps=2", "--batch-size=2", "--width=16", "--layers=1"]
 
@@ -129,9 +181,9 @@ def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
         return run_script(EXAMPLES / "trl_sft.py", *tiny, *options, folder=Path.cwd(), **mode)
 
     assert "saved to trl-sft\n" in train()
-    output = train("--lora", "--base=trl-sft")
-    assert "saved to trl-sft-lora\n" in output
-    adapter = Path("trl-sft-lora/adapter_config.json")
+    output = train("--lora", "--base=trl-sft", "--output=adapter")
+    assert "saved to adapter\n" in output
+    adapter = Path("adapter/adapter_config.json")
     assert json.loads(adapter.read_text())["base_model_name_or_path"] == "trl-sft"
 
 
@@ -151,6 +203,14 @@ def test_nanogpts_settings_are_trained_in_every_precision() -> None:
     assert json.loads(Path("record.json").read_text())["losses"] == losses
     for precision, (loss,) in losses.items():
         assert loss == pytest.approx(math.log(10), abs=0.4), precision
+
+
+def test_a_text_may_have_more_characters_than_a_byte_has_values() -> None:
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 400)))
+    Path("text.txt").write_text(text, encoding="utf-8")
+    training, validation, characters = nanogpt_char.load_text(Path("text.txt"))
+    assert [*training, *validation] == [*range(400)]
+    assert characters == 400
 
 
 def test_nanogpts_learning_rate_is_that_of_its_configuration() -> None:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import sys
+import time
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import accelerate_demo
 import convergence
-import learning_rate_sweep
+import learning_rate_sweep as sweep
 import lightning_demo as demo
+import moment_formats
+import nanogpt_char
+import paired_runs
 import pytest
+import records
 import small_updates
 import torch
+from accelerate import Accelerator
 from accelerate.commands import launch
+from accelerate.state import AcceleratorState, GradientState
 from forked_scripts import call_in_fork, run_script
+from forkserver import forkserver
 from paired_runs import CONTROL
+from torchrun_variables import as_torchrun_says
 
 from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.compare.corpus import batches, load_corpus
@@ -82,6 +95,22 @@ def test_accelerate_demo_takes_its_mode_from_the_launcher(
     assert "validation loss" in output
 
 
+def validated_by_accelerate(options: list[str]) -> float:
+    """On a rank that others will use after this: its group stays, and Accelerate is as it was."""
+    on_cpu = mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"})
+    with as_torchrun_says(), on_cpu, mock.patch.object(Accelerator, "end_training"):
+        loss = accelerate_demo.main(options)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return loss
+
+
+def test_batches_that_fill_up_the_last_round_do_not_count_twice(ranks) -> None:
+    options = [*TINY, "--steps=1", "--lr=0", "--mixed-precision=no", "--validation-batches=3"]
+    (one,) = ranks(1, validated_by_accelerate, options)
+    assert ranks(2, validated_by_accelerate, options) == pytest.approx([one, one], abs=1e-6)
+
+
 STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200000", "--workers=1"]
 # Two dozen kernels would be compiled for a few steps each.
 NOTHING_COMPILED = {"BF16_BACKEND": "eager"}
@@ -104,7 +133,111 @@ def test_the_learning_rate_sweep_gives_shares_of_fp32s_improvement(tmp_path: Pat
     options = [*STUDY, "--seeds=1", "--pretraining-steps=2", "--out=sweep"]
     run_script(EXAMPLES / "learning_rate_sweep.py", *options, folder=tmp_path, **NOTHING_COMPILED)
     record = json.loads((tmp_path / "sweep" / "learning_rate_sweep.json").read_text())
-    assert set(record["share_of_improvement"]) == set(learning_rate_sweep.RECIPES)
+    assert set(record["share_of_improvement"]) == set(sweep.RECIPES)
+
+
+RECORD = EXAMPLES / "results" / "2026-11-21-cpu"
+
+
+def test_the_shares_of_the_record_are_those_of_its_losses() -> None:
+    record = json.loads((RECORD / "learning_rate_sweep.json").read_text())
+    readme = (RECORD / "README.md").read_text()
+    found = sweep.learned(record["before"], record["after"])
+    assert {rate for shares in found.values() for rate in shares} == {f"{r:g}" for r in sweep.RATES}
+    for name, shares in found.items():
+        for rate, share in shares.items():
+            assert vars(share) == pytest.approx(record["share_of_improvement"][name][rate]), name
+        assert f"| {' | '.join(map(sweep.percent, shares.values()))} |" in readme, name
+
+
+def test_a_share_of_no_improvement_is_none() -> None:
+    worse = {rate: [3.1, 3.2] for rate in sweep.RATES}
+    after = dict.fromkeys((sweep.REFERENCE, *sweep.RECIPES), worse)
+    shares = sweep.learned([3.0, 3.0], after)
+    assert {share for each in shares.values() for share in each.values()} == {None}
+    assert sweep.percent(None) == "-"
+    assert sweep.table([3.0, 3.0], after).row_count == 1 + len(sweep.RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "said"),
+    [
+        (convergence.main, ["--seeds=0"], "--seeds 0 must be at least 1"),
+        (convergence.main, ["--optimizer=AdamWScheduleFree"], "pip install schedulefree"),
+        (sweep.main, ["--steps=0"], "--steps 0 must be at least 1"),
+        (nanogpt_char.main, ["--text=none.txt", "--seeds=0"], "--seeds 0 must be at least 1"),
+    ],
+)
+def test_what_a_study_cannot_do_is_refused_by_name(
+    main, options: list[str], said: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(convergence, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(options)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "options"),
+    [
+        (convergence.main, ["--out=taken"]),
+        (sweep.main, ["--out=taken"]),
+        (small_updates.main, ["--json=taken/record.json"]),
+        (nanogpt_char.main, ["--text=none.txt", "--json=taken/record.json"]),
+        (demo.main, ["--json=taken/record.json"]),
+        (demo.main, ["--plot=taken/plot.png"]),
+    ],
+)
+def test_a_study_that_cannot_write_its_record_does_not_begin(
+    main, options: list[str], monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    with pytest.raises(SystemExit, match="the folder taken cannot be made: File exists"):
+        main(options)
+
+
+def test_the_folder_of_a_record_is_made(tmp_path: Path) -> None:
+    records.make_room_for(tmp_path / "new" / "one" / "record.json")
+    assert [*(tmp_path / "new" / "one").iterdir()] == []
+    with pytest.raises(SystemExit, match="new is a folder: give the name of a file"):
+        records.make_room_for(tmp_path / "new")
+    records.make_room_for(None)
+
+
+def fail() -> None:
+    raise ArithmeticError("a run that fails")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_fails_ends_a_study_at_once(workers: int, monkeypatch) -> None:
+    monkeypatch.setattr(paired_runs, "get_context", lambda method: forkserver())
+    start = time.monotonic()
+    jobs = {0: fail, **{number: partial(time.sleep, 60) for number in range(1, 4)}}
+    with pytest.raises(ArithmeticError, match="a run that fails"):
+        paired_runs.run_all(jobs.items(), workers, "runs")
+    assert time.monotonic() < start + 40
+
+
+def test_runs_in_this_process_have_one_thread_and_leave_the_others_as_they_were() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert paired_runs.run_all([("run", torch.get_num_threads)], 1, "runs") == {"run": 1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("script", [moment_formats, small_updates])
+def test_help_is_a_sentence_and_starts_nothing(script, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it started"))
+    with pytest.raises(SystemExit):
+        runpy.run_path(script.__file__, run_name="__main__")
+    help_ = " ".join(capsys.readouterr().out.split())
+    assert script.__doc__.splitlines()[0] in help_
+    assert script.__doc__.splitlines()[2].strip() not in help_
 
 
 def test_an_interval_is_that_of_students_t() -> None:
@@ -117,12 +250,21 @@ def test_an_interval_is_that_of_students_t() -> None:
         assert student_t(degrees) == pytest.approx(t, rel=2e-3)
 
 
-@pytest.mark.parametrize(("difference", "does"), [(0.0009, True), (0.0011, False)])
-def test_the_verdict_of_the_study_can_say_no(difference: float, does: bool) -> None:
-    interval = Interval(difference, difference - 0.01, difference + 0.01)
+@pytest.mark.parametrize(("high", "does"), [(0.0009, True), (0.0011, False), (math.inf, False)])
+def test_the_verdict_of_the_study_can_say_no(high: float, does: bool) -> None:
+    interval = Interval(-0.0001, -0.01, high)
     assert convergence.holds("9 bytes", interval) is does
     assert not convergence.holds(CONTROL, interval)
+    assert not convergence.holds(CONTROL, Interval(0.05, 0.02, 0.08))
     assert convergence.holds(CONTROL, Interval(0.05, 0.04, 0.06))
+
+
+def test_the_recorded_study_holds() -> None:
+    record = json.loads((RECORD / "convergence.json").read_text())
+    found = {name: Interval(**each) for name, each in record["differences"]["fp32"].items()}
+    shared = found.keys() & convergence.RECIPES.keys()
+    assert len(shared) >= 6
+    assert all(convergence.holds(name, found[name]) for name in shared)
 
 
 def finished(losses: dict[str, float]) -> dict[str, demo.Run]:
@@ -165,6 +307,12 @@ def test_corpus_is_the_same_each_time_and_of_the_size_asked_for() -> None:
     drawn = batches(first.train, n=3, batch_size=2, context=16, seed=0)
     assert drawn.shape == (3, 2, 17)
     assert torch.equal(drawn, batches(second.train, n=3, batch_size=2, context=16, seed=0))
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 17 tokens, and a context of 16 needs 18"):
+        batches(torch.zeros(17), n=1, batch_size=1, context=16, seed=0)
+    assert batches(torch.zeros(18), n=1, batch_size=1, context=16, seed=0).shape == (1, 1, 17)
 
 
 def test_corpus_without_sources_says_what_to_do(monkeypatch, tmp_path: Path) -> None:

@@ -37,12 +37,17 @@ def test_a_record_is_drawn_without_anything_of_the_day(
     figures: ModuleType, name: str, tmp_path: Path
 ) -> None:
     for folder in ("first", "second"):
-        (tmp_path / folder).mkdir()
         figures.main([name, "--folder", str(tmp_path / folder)])
     for style in figures.STYLES:
         first, second = ((tmp_path / f / f"{name}-{style}.svg") for f in ("first", "second"))
         assert first.read_bytes() == second.read_bytes()
         assert "<svg" in first.read_text()
+
+
+def test_a_figure_that_there_is_not_is_refused_by_name(figures: ModuleType, capsys) -> None:
+    with pytest.raises(SystemExit):
+        figures.main(["bytes", "nix"])
+    assert "no figure is called nix; there are thousand-additions, " in capsys.readouterr().err
 
 
 def test_noise_over_drift_is_what_the_page_says(figures: ModuleType) -> None:

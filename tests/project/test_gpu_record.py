@@ -181,14 +181,33 @@ def test_a_part_that_fails_leaves_no_figures_of_an_earlier_run(tmp_path):
     assert not (tmp_path / "figures.json").exists()
 
 
-def test_an_archive_is_made_if_all_parts_were_done_before(tmp_path):
-    parts, archive = {"one": part(tmp_path, 0)}, tmp_path / "record.tar.gz"
-    assert gpu_record.run(tmp_path, parts, TREE)
-    assert gpu_record.run(tmp_path, parts, TREE, archive=archive)
-    assert archive.exists()
+def packed(archive, name):
+    with tarfile.open(archive) as file:
+        return file.extractfile(f"record/{name}").read().decode()
 
 
-def test_parts_that_are_run_one_by_one_have_one_record(tmp_path, monkeypatch):
+def test_an_archive_is_of_this_record_if_all_parts_were_done_before(tmp_path):
+    folder, archive = tmp_path / "record", tmp_path / "record.tar.gz"
+    parts = {"one": part(folder, 0)}
+    assert gpu_record.run(folder, parts, TREE)
+    archive.write_text("of yesterday")
+    assert gpu_record.run(folder, parts, TREE, archive=archive)
+    assert packed(archive, "one.txt") == "said\n"
+
+
+def test_an_archive_has_what_an_interrupted_part_had_said(tmp_path, monkeypatch):
+    def interrupted(command, folder, name, limit):
+        (folder / f"{name}.txt").write_text("so far")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_record, "_run_part", interrupted)
+    folder, archive = tmp_path / "record", tmp_path / "record.tar.gz"
+    with pytest.raises(KeyboardInterrupt):
+        gpu_record.run(folder, {"one": part(folder, 0)}, TREE, archive=archive)
+    assert packed(archive, "one.txt") == "so far"
+
+
+def test_parts_that_are_run_one_by_one_have_one_record(tmp_path, monkeypatch, capsys):
     parts = {"one": part(tmp_path, 0), "two": part(tmp_path, 0)}
     monkeypatch.setattr(gpu_record, "parts_for", lambda device, tests: parts)
     monkeypatch.setattr(gpu_record, "RESULTS", tmp_path)
@@ -197,6 +216,7 @@ def test_parts_that_are_run_one_by_one_have_one_record(tmp_path, monkeypatch):
     for name in parts:
         monkeypatch.setattr(sys, "argv", ["gpu_record.py", "--device", "cuda", "--only", name])
         assert gpu_record.main() == 0
+        assert capsys.readouterr().out.endswith("all parts asked for are done\n")
     (folder,) = tmp_path.iterdir()
     assert json.loads((folder / "run.json").read_text())["parts"].keys() == parts.keys()
 

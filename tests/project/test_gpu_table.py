@@ -1,6 +1,7 @@
 """The README's tables of GPUs."""
 
 import json
+import runpy
 from pathlib import Path
 
 import gpu_table
@@ -82,6 +83,8 @@ def test_the_newest_record_of_each_gpu_counts(tmp_path):
     newest, other = gpu_table.tables(tmp_path).split("\n\n")
     assert "(examples/results/a)" in newest
     assert "(examples/results/c)" in other
+    folders = {device: folder.name for device, (folder, _) in gpu_table.newest(tmp_path).items()}
+    assert folders == {"H200": "a", "A100": "c"}
 
 
 def test_what_cannot_be_read_is_named_and_left_out(tmp_path, capsys):
@@ -108,6 +111,14 @@ def test_a_readme_without_the_marks_is_refused(readme):
 def test_the_readme_has_the_tables_of_the_records():
     readme = (ROOT / "README.md").read_text()
     assert gpu_table.written_into(readme, gpu_table.tables(gpu_table.RESULTS)) == readme
+
+
+def test_help_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_table.py", "--help"])
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("it wrote"))
+    with pytest.raises(SystemExit):
+        runpy.run_path(gpu_table.__file__, run_name="__main__")
+    assert "usage: gpu_table.py" in capsys.readouterr().out
 
 
 def test_its_names_are_those_of_the_benchmark():

@@ -91,8 +91,8 @@ def main() -> int:
             distance = found["recipes"][1]["distance"]
             share = shares.get(lr)
             smallest = found["recommended"] == "bf16-stochastic"
-            wrong += share is not None and (share >= LEARNED) != smallest
-            reached = "not run" if share is None else f"{share:.2%}"
+            wrong += share is not None and (share["mean"] >= LEARNED) != smallest
+            reached = "not run" if share is None else f"{share['mean']:.2%}"
             print(f"{float(lr):13g}  {reached:>7}  {distance:5.1f}  {found['recommended']}")
     print(f"{wrong} of {len(shares)} rates wrong")
     return 1 if wrong else 0

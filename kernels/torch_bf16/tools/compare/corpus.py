@@ -62,6 +62,11 @@ class Windows:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         ends = len(text) - context - 1
+        if ends < 1:
+            raise ValueError(
+                f"the text has {len(text)} tokens, and a context of {context} needs "
+                f"{context + 2}: take more text, or less context"
+            )
         self.starts = torch.randint(ends, (n, batch_size, 1), generator=generator)
         self._text, self._offsets = text, torch.arange(context + 1)
 
