@@ -52,6 +52,25 @@ def test_a_class_of_the_table_makes_of_parts_what_it_makes_of_the_whole(name):
     assert torch.equal(bits(after_steps(numbers[..., 7:])), bits(whole[:, 7:]))
 
 
+def test_wrapper_of_one_optimizer_for_each_parameter_is_told_to_convert_each():
+    model = torch.nn.Linear(4, 4)
+    wrapper = type("Wrapper", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    wrapper.inner = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with pytest.raises(NotImplementedError, match=r"convert\(each, recipe, .* holds there"):
+        prepare(model, wrapper, "bf16-stochastic")
+    prepare(model, wrapper.inner, "bf16-stochastic")
+
+
+def test_class_that_takes_bf16_weights_only_is_refused_with_what_to_use(monkeypatch):
+    kind = type("AdamWBF16", (torch.optim.SGD,), {})
+    module = "simpletuner.helpers.training.optimizers.adamw_bfloat16"
+    monkeypatch.setattr(kind, "__module__", module)
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match=r"are bfloat16.*--optimizer torch-adamw"):
+        prepare(model, kind(model.parameters(), lr=0.1), "bf16-stochastic")
+    assert model.weight.dtype == torch.float32
+
+
 def test_a_subclass_and_options_over_whole_tensors_are_not_elementwise():
     kind = torch.optim.Adamax
     optimizer = kind([torch.nn.Parameter(torch.ones(3, 2))])

@@ -63,6 +63,18 @@ def test_weights_that_their_module_has_recast_are_named_and_trained_in_fp32(said
     assert "remainder16" not in first.state[model[1].weight]
 
 
+def test_weight_recast_after_its_state_has_its_remainder_is_refused_with_the_cause():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate's wrapper does at once
+    model.float()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"float32 again.*dtype.*keep_fp32"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_nothing_is_said_where_both_have_one_recipe(said, recipe):
     model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)

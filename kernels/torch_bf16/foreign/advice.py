@@ -44,6 +44,8 @@ _ADVICE = {
     "schedulefree.radam_schedulefree_closure.": "RAdamScheduleFree of the same package is taken",
     "schedulefree.wrap_schedulefree": "It averages in the weights' own memory, where bf16 loses "
     "most of an average: use torch_bf16.AdamWScheduleFree or SGDScheduleFree",
+    "simpletuner.helpers.training.optimizers.adamw_bfloat16.": "--optimizer torch-adamw is "
+    "taken, and becomes torch_bf16.AdamW",
     "toolkit.optimizers.adafactor.": _WITHOUT_HOOK,
     "toolkit.optimizers.adam8bit.": _WITHOUT_HOOK,
     "toolkit.optimizers.automagic.": _WITHOUT_HOOK,

@@ -50,6 +50,9 @@ A subclass may do anything, so it is not one of them.
 # Options with which some of these classes use a norm or a mean of a tensor, or of all tensors.
 _OPTIONS_OVER_TENSORS = ("adanorm", "cautious", "max_grad_norm", "stable_adamw", "use_gc")
 
+# Classes whose step checks that weights are bf16, as AdamWBF16 rounds in it.
+_OF_BF16 = ("simpletuner.helpers.training.optimizers.adamw_bfloat16.AdamWBF16",)
+
 _LOOKS = 3
 
 
@@ -113,6 +116,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             f"its constructor has put the hook {name} on its parameters, which works on gradients "
             "and weights in backward(), outside of step(), where no recipe reaches them"
         )
+    if f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _OF_BF16:
+        return "its step asserts that weights are bfloat16, and each step gets float32 copies"
     if others := overridden(optimizer):
         return (
             f"its GlobalOptimManager overrides {', '.join(others)} of single parameters, which "
@@ -127,10 +132,13 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             if parameters.isdisjoint(map(id, parameters_of(inner))):
                 continue  # it steps tensors of its own, such as a schedule
+            what = f"optimizer.{name}, recipe, model=model) converts that one"
+            if attributes[name] is not inner:
+                what = "each, recipe, model=model) converts each optimizer that it holds there"
             return (
                 f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
-                f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, model=model) "
-                "converts that one, and the wrapper is then left as it is" + _of_ascent(optimizer)
+                f"which takes the steps: torch_bf16.convert({what}, and the wrapper is then left "
+                "as it is" + _of_ascent(optimizer)
             )
     for name, inner in kept:
         if inner is optimizer:

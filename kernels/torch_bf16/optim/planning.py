@@ -16,7 +16,7 @@ from torch_bf16.engine.member import Member, formats_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import Label, prefix_errors
+from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.model import cast_modules, remainders
 from torch_bf16.recipe import get_recipe
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
@@ -150,6 +150,8 @@ def _make_member(
     if parameter in steps:
         state = {**state, "step": steps[parameter]}
     had_master = any(isinstance(state.get(key), Tensor) for key in MASTERS)
+    if had_master and parameter.dtype == torch.float32:
+        _refuse_recast(parameter, label)
     state = optimizer._complete(state, shard, group, label, changes)
     snapshot = optimizer._engine.snapshots.get(parameter) or Snapshot.of(shard)
     if not had_master:
@@ -163,6 +165,21 @@ def _make_member(
         with prefix_errors(label):
             member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
     return member
+
+
+def _refuse_recast(parameter: Tensor, label: Label) -> None:
+    """Refuse a weight that was recast before its first step, when its state had a part of it.
+
+    Raises:
+        StateMismatchError: the fp32 weight is what rounding to bf16 has left of it.
+    """
+    if any(each is parameter for each in cast_modules.recast_weights()):
+        raise StateMismatchError(
+            f"{label()} was cast to bfloat16, its state has the remainder of its fp32 number, and "
+            "it is float32 again, because a module, a hook or the program has recast it. Let the "
+            "program keep it in bfloat16 (many have an option for the model's dtype), or put its "
+            "name, or its module's, into keep_fp32, which keeps it in float32 from the start"
+        )
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
