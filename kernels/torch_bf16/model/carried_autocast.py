@@ -253,7 +253,7 @@ class CarriedForward:
             args, kwargs = map_arguments(_to_bf16, args, kwargs)
         fp32 = self._whole and self.compute != "bf16"
         if compiling:
-            device = _device(module)
+            device = device_type(module)
             if self.compute == "bf16":
                 inside = _traced.inside_step or torch.is_autocast_enabled(device)
                 fp32 = self._whole and not inside
@@ -275,7 +275,7 @@ class CarriedForward:
             return forward(*first, *args, **kwargs)
         if self.compute == "bf16":
             args, kwargs = map_tensors(_to_bf16, (args, kwargs))
-        with inside_step(), arithmetic(_device(module), self.compute, **self.autocast):
+        with inside_step(), arithmetic(device_type(module), self.compute, **self.autocast):
             return map_tensors(widen, forward(*first, *args, **kwargs))
 
 
@@ -284,7 +284,7 @@ _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsag
 
 @functools.partial(_disable, recursive=False)
 def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
-    with arithmetic(_device(carried._module()), carried.compute, **carried.autocast):
+    with arithmetic(device_type(carried._module()), carried.compute, **carried.autocast):
         outputs = carried.__wrapped__(*args, **kwargs)
     return _disable(map_tensors)(widen, outputs)
 
@@ -308,9 +308,13 @@ def _separate(clone: nn.Module) -> None:
 
 
 # Not methods: torch.compile would guard on the identity of bound ones, which are new each time.
-def _device(module: Any) -> str:
-    # A network that was quantised has buffers alone.
-    return next((p.device.type for p in module.parameters()), "cpu")
+def device_type(module: Any) -> str:
+    """The type of device that a module's first tensor is on."""
+    # Not next(), which torch.compile cannot trace before torch 2.8.
+    for tensors in (module.parameters(), module.buffers()):  # a quantised network has buffers alone
+        for each in tensors:
+            return each.device.type
+    return "cpu"
 
 
 def _computes_in_bf16(module: Any) -> bool:
@@ -331,7 +335,7 @@ def _is_inside(carried: CarriedForward, module: Any) -> bool:
     # Most calls are, and to find the device takes longer than all the rest.
     if _calls.depth > 0 and not carried.enters_in_checkpoints:
         return True
-    device, fp32 = _device(module), carried.compute == "fp32"
+    device, fp32 = device_type(module), carried.compute == "fp32"
     if device == "meta":
         return True  # there is no autocast, and shapes do not depend on it
     on = computes_in_fp32(device) if fp32 else _is_on(device, carried.compute)

@@ -7,7 +7,6 @@ and makes metrics stop counting at 256. :func:`cast_model` casts parameters only
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ from .carried_autocast import (
     called_through,
     carry_autocast,
     check_scripted,
+    device_type,
     own_forward,
     place_of_forward,
 )
@@ -301,8 +301,7 @@ def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args
     if any(map(is_narrow, module.parameters())):  # cast later, by the user or another recipe
         return forward(*args, **kwargs)
     args, kwargs = map_arguments(widen, args, kwargs)
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    device = next((t.device.type for t in tensors), "cpu")
+    device = device_type(module)
     # The meta device has no autocast.
     with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         return forward(*args, **kwargs)
