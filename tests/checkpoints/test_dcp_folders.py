@@ -130,3 +130,10 @@ def test_a_part_that_is_not_what_the_metadata_say_is_refused(changed, said, tmp_
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(folder).tensors["weight"].whole()
+
+
+def test_a_view_that_is_not_its_memory_is_refused(tmp_path):
+    weight = torch.randn(3, dtype=torch.complex64).conj()
+    dcp.save({"weight": weight}, checkpoint_id=tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds a view of a tensor, such as its conjugate"):
+        open_checkpoint(tmp_path / "run").tensors["weight"].whole()

@@ -45,6 +45,24 @@ def test_a_file_brings_every_bit_back_and_what_was_not_asked_for(run, tmp_path):
     assert faults.digest(again, its) == faults.digest(model, optimizer)
 
 
+@pytest.mark.parametrize("names", [("model", "optimizer"), ("optimizer", "model")])
+def test_masters_change_format_by_the_weights_that_were_saved_with_them(names, tmp_path):
+    runs = []
+    for seed, weights in enumerate(("bf16+16", "bf16+fp32")):
+        torch.manual_seed(seed)
+        recipe = torch_bf16.Recipe("own", weights=weights)
+        model = torch_bf16.cast_model(torch.nn.Linear(16, 16), recipe)
+        optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-4, recipe=recipe)
+        faults.train_step(model, optimizer, 1)
+        runs.append({"model": model, "optimizer": optimizer})
+    saved, loaded = ({name: run[name] for name in names} for run in runs)
+    save_checkpoint(tmp_path / "run.pt", **saved)
+    load_checkpoint(tmp_path / "run.pt", **loaded)
+    for ours, theirs in zip(*(run["model"].parameters() for run in runs), strict=True):
+        exact = runs[0]["optimizer"].exact_weight(ours), runs[1]["optimizer"].exact_weight(theirs)
+        assert torch.equal(*exact)
+
+
 def test_a_part_may_have_any_name(tmp_path):
     save_checkpoint(tmp_path / "run.pt", path="a", parts=1)
     assert load_checkpoint(tmp_path / "run.pt") == {"path": "a", "parts": 1}

@@ -64,6 +64,18 @@ def test_only_optimizers_have_gradients_to_scale():
         torch_bf16.total_norm(nn.Parameter(torch.ones(1)), optimizers=nn.Linear(2, 2))
 
 
+def test_gradients_that_are_left_beside_released_ones_may_be_clipped():
+    released, other = (nn.Parameter(torch.ones(4, 2).bfloat16()) for _ in range(2))
+    optimizer = torch_bf16.SGD([released], lr=0.1, release={"max_norm": None})
+    other.grad = torch.ones_like(other)
+    torch_bf16.refuse_released([released, other])
+    other.grad = None
+    with pytest.raises(NotImplementedError, match="nothing is left to clip"):
+        torch_bf16.refuse_released([released, other])
+    torch_bf16.refuse_released([other])
+    del optimizer
+
+
 def test_a_step_is_skipped_though_gradients_were_scaled_and_written():
     parameters, optimizer = run()
     give(parameters, float("nan"))

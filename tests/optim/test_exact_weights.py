@@ -34,6 +34,15 @@ def foreign(parameters, lr, recipe):
 
 
 @every_recipe
+def test_autograd_notices_that_weights_were_written(recipe):
+    model, optimizer = make(recipe)
+    loss = model.weight.square().sum()
+    optimizer.set_exact_weight(model.weight, torch.zeros(64, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_recipe
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", [torch_bf16.AdamW, torch_bf16.SGD, foreign])
 def test_what_is_put_back_unchanged_changes_no_bit(recipe, steps, kind):
