@@ -214,10 +214,19 @@ class Closed(torch.optim.LBFGS):
     pass
 
 
+class Stepping:
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def step(self):
+        pass
+
+
 @pytest.mark.parametrize(
     ("optimizer", "error", "match"),
     [
         (lambda p: torch.optim.AdamW, ValueError, "not type: make it first, for example torch"),
+        (Stepping, ValueError, "Stepping is none, so that its parameters and states are not known"),
         (lambda p: None, ValueError, "prepare takes an optimizer or a sequence of them, not None"),
         (lambda p: [p], ValueError, "a sequence of them, not list"),
         (lambda p: p, ValueError, "a sequence of them, not Parameter"),
@@ -225,7 +234,7 @@ class Closed(torch.optim.LBFGS):
         (lambda p: [torch.optim.SGD(p)] * 2, ValueError, "given one optimizer twice; pass each"),
         (Closed, NotImplementedError, "Closed"),
     ],
-    ids=["class", "none", "groups", "parameters", "nothing", "twice", "closure"],
+    ids=["class", "no-optimizer", "none", "groups", "parameters", "nothing", "twice", "closure"],
 )
 def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, match):
     model = network()

@@ -86,16 +86,21 @@ def refusal(kind: type, why: str, eight_bit: str | None = None) -> str:
 
 
 def refusal_of_holder(function: str, given: Any) -> str | None:
-    """The message for an object that is no optimizer but holds one; None if it holds none.
+    """The message for an object that is no optimizer but holds one or steps like one, else None.
 
     Args:
         function: name of the public function that it was passed to.
         given: the object.
     """
-    held = optimizers_in(given)
+    held, kind = optimizers_in(given), type(given)
     if not held:
-        return None
-    kind = type(given)
+        if isinstance(given, type) or not callable(getattr(given, "step", None)):
+            return None
+        return (
+            f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."
+            f"{kind.__qualname__} is none, so that its parameters and states are not known. Train "
+            "in float32, or use an optimizer of torch.optim. Nothing was changed"
+        )
     what = advice(kind)
     if what == _OTHERS:
         attribute, optimizer = next(iter(held.items()))
