@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "Label",
     "StateMismatchError",
+    "add_note",
     "check_torch",
     "described",
     "first_line",
@@ -102,6 +103,11 @@ def with_article(each: object) -> str:
 def described(error: BaseException) -> str:
     """An error of other code for a message: its class, and 500 characters of what it says."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """As ``error.add_note(note)``, which Python 3.10 lacks."""
+    error.__dict__.setdefault("__notes__", []).append(note)
 
 
 def mark_partial(error: BaseException) -> None:

@@ -133,6 +133,26 @@ def snapshot(run):
     ]
 
 
+class OfBF16(torch.optim.SGD):
+    """Needs bf16 weights, as the Muon of modded-nanogpt's medium track does."""
+
+    def step(self, closure=None):
+        if {each.dtype for each in self.param_groups[0]["params"]} != {torch.bfloat16}:
+            raise TypeError("needs bits")
+
+
+def test_an_own_step_that_fails_is_said_to_run_on_fp32_copies():
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = convert(OfBF16([parameter], lr=0.1), "bf16-stochastic")
+    parameter.data = parameter.bfloat16()
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(TypeError) as caught:
+        optimizer.step()
+    (note,) = caught.value.__notes__
+    assert "the step of OfBF16 on float32 copies" in note
+    assert "its first steps run uncompiled" in note
+
+
 def test_known_states_take_the_recipes_formats_and_others_stay_fp32():
     model, optimizer = make_run(ADAMW_WITH_AMSGRAD, "bf16-stochastic")
     train(model, optimizer, range(2))

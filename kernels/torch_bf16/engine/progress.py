@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch_bf16.errors import UNTOUCHED, is_partial
+from torch_bf16.errors import UNTOUCHED, add_note, is_partial
 
 from .launches import Launch
 
@@ -66,8 +66,7 @@ class Progress:
         error.args = (f"{said}. {what}",)
         # Some classes, such as OSError, make their message of something else.
         if not str(error).endswith(what):
-            # As add_note does, which Python 3.10 lacks.
-            error.__dict__.setdefault("__notes__", []).append(what)
+            add_note(error, what)
 
 
 def _members_of(launches: Iterable[Launch]) -> int:

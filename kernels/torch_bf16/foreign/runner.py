@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.errors import UNTOUCHED
+from torch_bf16.errors import UNTOUCHED, add_note
 
 from .advice import refusal
 from .backup import Backup
@@ -167,9 +167,16 @@ class Runner:
             uncompiled = _uncompiled() if follow else nullcontext()
             with torch.no_grad(), uncompiled, meetings or nullcontext():
                 function(instance, **self._closure_of(function, parameters))
-        except BaseException:
+        except BaseException as error:
             if self._backup is not None:
                 self._backup.restore()
+            compiled = ", and its first steps run uncompiled" if follow else ""
+            add_note(
+                error,
+                f"torch_bf16 runs the step of {self._kind.__name__} on float32 copies of its "
+                f"parameters{compiled}. A class that needs bfloat16 ones, or reads their bits, "
+                "cannot be converted: train in float32, or use another optimizer",
+            )
             raise
         if meetings is not None:
             meetings.finish(_shared_states(instance.state))
