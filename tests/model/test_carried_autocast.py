@@ -244,6 +244,7 @@ def test_a_scripted_model_or_part_takes_and_returns_fp32():
     for scripted in (whole, parts[0]):  # TorchScript rounds at other points
         assert scripted(X).dtype == torch.float32
         assert torch.allclose(scripted(X), expected, atol=0.02)
+        assert next(scripted.children())(X).dtype == torch.float32
     parts(X).sum().backward()
     assert {p.grad.dtype for p in parts.parameters()} == {torch.bfloat16}
 

@@ -120,13 +120,12 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
         compute = next((each.compute for _, each in _carried_in(model)), "autocast")
     check_compute(compute)
     check_scripted(model, compute)
-    scripted = _called_by_scripts(model)
     whole = dict(model.named_children()).get("_orig_mod", model)  # what torch.compile traces
     for each in model.modules():
         carried = own_forward(each)
         if isinstance(carried, CarriedForward):
             carried.compute, carried.autocast = compute, autocast
-        elif id(each) not in scripted and _is_called(each) and _is_bf16(each):
+        elif _is_called(each) and _is_bf16(each):
             carried = CarriedForward(each, each is whole, compute, autocast)
             each.__dict__[place_of_forward(each)] = carried
     return model
@@ -174,12 +173,6 @@ def _is_called(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) or (
         type(module).forward is not nn.Module.forward
     )
-
-
-def _called_by_scripts(model: nn.Module) -> set[int]:
-    # TorchScript calls the parts of a scripted module without Python.
-    scripts = (each for each in model.modules() if isinstance(each, torch.jit.ScriptModule))
-    return {id(part) for each in scripts for part in each.modules() if part is not each}
 
 
 def _is_bf16(module: nn.Module) -> bool:
