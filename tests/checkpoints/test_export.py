@@ -50,12 +50,10 @@ def fp32_run(steps):
     return model, optimizer
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("recipe", ["master", "mixed"])
+# From its first step on "mixed" has moments that are not fp32.
+@pytest.mark.parametrize(("recipe", "steps"), [("master", 0), ("master", 3), ("mixed", 0)])
 def test_exported_weights_are_those_of_the_run_in_fp32(recipe, steps):
     model, optimizer = make_run(recipe)
-    if recipe == "mixed" and steps:
-        pytest.skip("its moments are not fp32")
     for seed in range(steps):
         give_gradients(model.parameters(), seed)
         optimizer.step()
