@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-from foreign_cases import Around
 from optimizer_cases import (
     OPTIMIZERS,
     RECIPES,
@@ -20,6 +19,7 @@ from optimizer_cases import (
     snapshot,
     take_steps,
 )
+from optimizer_wrappers import Around
 from torch import nn
 from torch.optim import lr_scheduler
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from foreign_cases import Around, sparse_and_dense
+from foreign_cases import sparse_and_dense
+from optimizer_wrappers import Around
 from torch import nn
 
 import torch_bf16

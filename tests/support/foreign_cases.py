@@ -36,14 +36,6 @@ OWN = {
 ADAMW_WITH_AMSGRAD = unknown(torch.optim.AdamW, lr=0.01, amsgrad=True)
 
 
-class Around(torch.optim.Optimizer):
-    """Has the groups of what it wraps, as SAM does."""
-
-    def __init__(self, base):
-        super().__init__(base.param_groups, {})
-        self.base, self.param_groups = base, base.param_groups
-
-
 class Normed(torch.optim.Optimizer):
     """Descent by the gradient over the norm of all gradients."""
 
