@@ -8,7 +8,7 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -98,18 +98,16 @@ def _accelerate(*arguments):
 def questionnaire(path, **variables):
     """``accelerate config`` at a terminal, in a forked process: what ``pexpect`` speaks with."""
     ours, theirs = os.openpty()
-    with mock.patch.dict(os.environ, environment(**variables), clear=True):
-        process = forked(_configure, os.ttyname(theirs), str(path))
-    child = fdspawn(ours, timeout=BOUND / 4, encoding="utf-8")
-    try:
+    with ExitStack() as stack:
+        with mock.patch.dict(os.environ, environment(**variables), clear=True):
+            process = stack.enter_context(forked(_configure, os.ttyname(theirs), str(path)))
+        child = fdspawn(ours, timeout=BOUND / 4, encoding="utf-8")
+        stack.callback(child.close)
         child.expect_exact("In which compute environment")
         os.close(theirs)  # Else what it prints would never end.
         yield child
         process.join(BOUND / 4)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        child.close()
 
 
 def choose(child, keys):

@@ -176,7 +176,7 @@ def test_gradients_are_reduced_in_fp32_unless_the_user_has_a_policy(
     assert accelerator.state.fsdp_plugin.mixed_precision_policy is own
 
 
-def test_registering_again_changes_nothing(make_accelerator):
+def test_registering_again_changes_nothing():
     from accelerate import Accelerator
 
     before = Accelerator.prepare, PrecisionType.list()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.metadata import distributions
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import replicas
-from launching import BIN, SCRIPTS, launched, run
+from launching import SCRIPTS, accelerate_in_fork, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,20 +20,21 @@ def installed(name):
 
 
 def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
-    launch = [BIN / "accelerate", "launch", "--cpu", "--num_processes", "1"]
-    options = ["--num_machines", "1", "--dynamo_backend", "no"]
-    result, stderr = launched(
-        [*launch, *options, "--mixed_precision", "bf16-stochastic", SCRIPTS / "unchanged.py"],
-        tmp_path,
-        BF16_BACKEND="eager",
+    out = tmp_path / "result.json"
+    options = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
+    command = ["launch", *options, "--mixed_precision", "bf16-stochastic"]
+    # The launcher is forked, and starts an interpreter for the script.
+    printed = accelerate_in_fork(
+        *command, SCRIPTS / "unchanged.py", out, folder=tmp_path, BF16_BACKEND="eager"
     )
+    result = json.loads(out.read_text())
     assert result["mode"] == "bf16-stochastic"
     assert result["weights"] == "torch.bfloat16"
     assert result["optimizer"].startswith("torch_bf16.")
     assert result["loss"] == "torch.float32"
     assert result["last"] < 0.5 * result["first"]
-    assert stderr.count("mixed_precision=bf16-stochastic: 321 parameters ") == 1
-    assert stderr.count(", backend eager") == 1
+    assert printed.count("mixed_precision=bf16-stochastic: 321 parameters ") == 1
+    assert printed.count(", backend eager") == 1
 
 
 def test_replicas_with_different_seeds_end_bit_identical(ranks):

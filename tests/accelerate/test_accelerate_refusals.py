@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -15,14 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_bf16.preparation import Preparation
 
 
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("one_rank")
 def test_model_wrapped_in_ddp_is_refused_untouched(mode):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"DistributedDataParallel; .* Pass the bare model"):
@@ -75,7 +67,7 @@ def test_what_is_refused_beside_another_leaves_both_as_they_were(
     assert [p.dtype for p in parameters] == dtypes
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("one_rank")
 def test_sharded_model_is_cast_where_it_stands_and_trains(mode):
     """As transformers hands one over that it has sharded while it loaded it."""
     model = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh("cpu", [0]))

@@ -6,12 +6,15 @@ import json
 
 import pexpect
 from deepspeed_ranks import WITH_DEEPSPEED
-from launching import SCRIPTS, accelerate_in_fork, choose, questionnaire
+from forked_scripts import run_script
+from free_port import free_port
+from launching import SCRIPTS, choose, launched_environment, questionnaire
 
 from accelerate_bf16 import MODES
 
 pytestmark = WITH_DEEPSPEED
-ON_CPUS = [SCRIPTS / "deepspeed_on_cpus.py", SCRIPTS / "deepspeed_resumed.py"]
+ON_CPUS = [SCRIPTS / "deepspeed_on_cpus.py", SCRIPTS / "deepspeed_prepared.py"]
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 # Menus with their last option, which is there before a key is read, and fields; else the default.
@@ -40,18 +43,17 @@ def answered(path):
     return path
 
 
-def test_the_questionnaires_file_launches_and_the_run_resumes_with_all_bits(tmp_path):
+def test_the_questionnaires_file_launches_the_mode(tmp_path):
     path = answered(tmp_path / "config.yaml")
     assert f"mixed_precision: {MODES[0]}\n" in path.read_text()
-    out = tmp_path / "result.json"
-    command = ["launch", "--config_file", path, *ON_CPUS, out]
-    printed = accelerate_in_fork(*command, folder=tmp_path, DS_ACCELERATOR="cpu")
+    told = launched_environment("--config_file", path, DS_ACCELERATOR="cpu")
+    on_cpus, script, out = *ON_CPUS, tmp_path / "result.json"
+    told |= {"DS_ACCELERATOR": "cpu", **ONE_RANK, "MASTER_PORT": str(free_port())}
+    printed = run_script(on_cpus, str(script), str(out), folder=tmp_path, **told)
     assert json.loads(out.read_text()) == {
         "mode": MODES[0],
         "engine": "DeepSpeedEngine",
         "optimizer": "torch_bf16.optim.adam",
         "stage": 2,
-        "learned": True,
-        "resumed": True,
     }
     assert f"mixed_precision={MODES[0]}: " in printed

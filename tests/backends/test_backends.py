@@ -116,10 +116,10 @@ def test_a_forked_child_steps_after_its_parent_did():
     optimizer = AdamW([parameter], lr=0.1)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
+    child = context.Process(target=step_and_send, args=(optimizer, parameter, theirs))
     try:
         torch.set_num_threads(2)
         optimizer.step()
-        child = context.Process(target=step_and_send, args=(optimizer, parameter, theirs))
         child.start()
         assert ours.poll(60), "the child did not come back from its step"
         child.join(60)
@@ -128,6 +128,8 @@ def test_a_forked_child_steps_after_its_parent_did():
         assert ours.recv() == ours.recv()
     finally:
         torch.set_num_threads(before)
+        if child.is_alive():
+            child.kill()
 
 
 def test_the_fastest_backend_that_works_is_chosen():

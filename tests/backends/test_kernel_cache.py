@@ -6,7 +6,9 @@ import os
 import shutil
 import sys
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -16,7 +18,7 @@ from forkserver import forked, forkserver
 from numba.core.caching import FunctionCache
 
 import torch_bf16
-from torch_bf16.backends import sources
+from torch_bf16.backends import file_lock, sources
 from torch_bf16.backends.cpu import compile_lock
 from torch_bf16.backends.cpu.compiler import named_by_sources
 from torch_bf16.backends.cpu.job import compile_job, new_job, unpack
@@ -47,9 +49,9 @@ def step_as_eager(folder, names):
 def test_kernels_cached_by_several_processes_are_not_taken_for_one_another(tmp_path):
     # Both rules have the same states, scalars and codecs: only the names of their parts differ.
     for names in (["Adam"], ["AdamW"], ["Adam", "AdamW"], ["AdamW", "Adam"]):
-        process = forked(step_as_eager, str(tmp_path), names)
-        process.join(120)
-        assert process.exitcode == 0, names
+        with forked(step_as_eager, str(tmp_path), names) as process:
+            process.join(120)
+            assert process.exitcode == 0, names
     cached = [file.name for file in tmp_path.rglob("*.nbi")]
     assert sum("run_adam_bf16_stochastic" in name for name in cached) == 1
     assert sum("run_adamw_bf16_stochastic" in name for name in cached) == 1
@@ -102,9 +104,9 @@ def test_a_package_in_a_zip_file_steps_and_knows_its_sources(tmp_path):
         for file in package.rglob("*.*"):
             if file.suffix in (".py", ".txt"):
                 archive.write(file, Path("torch_bf16") / file.relative_to(package))
-    process = forked(step_from, str(tmp_path / "all.zip"))
-    process.join(120)
-    assert process.exitcode == 0
+    with forked(step_from, str(tmp_path / "all.zip")) as process:
+        process.join(120)
+        assert process.exitcode == 0
 
 
 KINDS = ((np.int64, 1),)
@@ -169,21 +171,34 @@ def compile_at_once(folder, barrier, results):
 def test_of_processes_that_need_a_kernel_at_once_one_compiles_it(tmp_path):
     context = forkserver()
     barrier, results = context.Barrier(3), context.Queue()
-    processes = [forked(compile_at_once, str(tmp_path), barrier, results) for _ in range(3)]
-    assert sorted(results.get(timeout=120) for _ in processes) == [0, 1, 1]
-    for each in processes:
-        each.join(60)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(forked(compile_at_once, str(tmp_path), barrier, results))
+        assert sorted(results.get(timeout=120) for _ in range(3)) == [0, 1, 1]
 
 
-def test_who_has_waited_long_enough_compiles_as_well(monkeypatch):
-    monkeypatch.setattr(compile_lock, "_LONGEST", 0.1)
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that waiting takes, which passes at once."""
+    passed = SimpleNamespace(seconds=0.0)
+
+    def sleep(seconds):
+        passed.seconds += seconds
+
+    monkeypatch.setattr(
+        file_lock, "time", SimpleNamespace(monotonic=lambda: passed.seconds, sleep=sleep)
+    )
+    return passed
+
+
+def test_who_has_waited_long_enough_compiles_as_well(clock):
     with open(compile_lock._file("slow"), "ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with compile_lock.compile_lock("slow"):
-            pass
+            assert clock.seconds == pytest.approx(compile_lock._LONGEST, abs=0.1)
 
 
-def test_where_nothing_can_be_locked_nobody_waits(monkeypatch, tmp_path):
+def test_where_nothing_can_be_locked_nobody_waits(monkeypatch, tmp_path, clock):
     monkeypatch.setattr(compile_lock, "_file", lambda name: tmp_path / "none" / name)
     with compile_lock.compile_lock("kernel"), compile_lock.compile_lock("kernel"):
-        pass
+        assert clock.seconds == 0

@@ -58,6 +58,8 @@ ROOTS_FLUSH = tuple(int(part) for part in triton.__version__.split(".")[:2]) < _
 STOCHASTIC = "adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"
 EXACT = "adamw_bf16_plus_16_fp32_fp32_bfloat16"
 OTHERS = one_variant_of_each_other_rule()
+# What does not depend on the rule, and little on the target.
+GENERATIONS = ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"]
 # Instructions per element that an H200 can issue in the time that it moves a byte: 132
 # multiprocessors, 4 schedulers each, 32 lanes, 1.98 GHz; 4.8 TB/s. Two thirds of them may be used.
 PER_BYTE = 132 * 4 * 32 * 1.98e9 / 4.8e12 * 2 / 3
@@ -220,8 +222,7 @@ def test_sums_of_statistics_read_whole_blocks_in_wide_accesses(name, target, tmp
     assert "fma.rn" not in ptx or target == "sm_100"
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "target"), [*zip(cycle([2, 4]), GENERATIONS)])
 def test_sums_of_squares_read_whole_blocks_in_wide_accesses(size, target, tmp_path):
     kernel = compiled_squares(size, target)
     if target.startswith("gfx"):
@@ -245,7 +246,7 @@ def _functions(x_ptr, out_ptr, EXP: tl.constexpr, LOG: tl.constexpr, POWER: tl.c
     tl.store(out_ptr + 2, POWER(x, 5))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 def test_powers_exp_and_log_compile(target):
     """No rule uses all of them, and the interpreter takes what the compiler refuses."""
     fixed = {"EXP": _exp, "LOG": _log, "POWER": _power}

@@ -95,9 +95,9 @@ def _die(folder, number):
 
 def _killed(folder, number=signal.SIGKILL):
     """A process that a signal ends while it tries."""
-    process = forked(_die, str(folder), number)
-    process.join(60)
-    assert process.exitcode == -number
+    with forked(_die, str(folder), number) as process:
+        process.join(60)
+        assert process.exitcode == -number
 
 
 def test_one_process_that_was_killed_does_not_blame_what_it_tried(fresh):
@@ -139,15 +139,15 @@ def _wait(folder, pipe):
 
 def test_two_processes_try_at_once_and_neither_waits(fresh):
     ours, theirs = multiprocessing.Pipe()
-    process = forked(_wait, str(fresh), theirs)
-    assert ours.poll(60)
-    assert ours.recv() == "under way"
-    assert verdicts.verdict(["shared"], lambda: lambda: None) is None
-    ours.send(None)
-    assert ours.poll(60)
-    assert ours.recv() is None
-    process.join(60)
-    assert process.exitcode == 0
+    with forked(_wait, str(fresh), theirs) as process:
+        assert ours.poll(60)
+        assert ours.recv() == "under way"
+        assert verdicts.verdict(["shared"], lambda: lambda: None) is None
+        ours.send(None)
+        assert ours.poll(60)
+        assert ours.recv() is None
+        process.join(60)
+        assert process.exitcode == 0
     assert [path.suffix for path in fresh.iterdir()] == [".json"]
 
 
@@ -161,12 +161,14 @@ def _train(folder, backend, together, pipe):
 def _training(folder, *wrong):
     """What processes that train at once with these backends send, None where one was killed."""
     together, processes = forkserver().Barrier(len(wrong)), []
-    for each in wrong:
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        processes.append((ours, forked(_train, str(folder), each, together, theirs)))
-    for _, process in processes:
-        process.join(120)
-    return [ours.recv() if process.exitcode == 0 else None for ours, process in processes]
+    with contextlib.ExitStack() as stack:
+        for each in wrong:
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            process = forked(_train, str(folder), each, together, theirs)
+            processes.append((ours, stack.enter_context(process)))
+        for _, process in processes:
+            process.join(120)
+        return [ours.recv() if process.exitcode == 0 else None for ours, process in processes]
 
 
 def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh):

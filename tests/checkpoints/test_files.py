@@ -370,7 +370,7 @@ def test_a_file_that_another_process_has_finished_meanwhile_is_left_alone(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kills_at_random_moments_lose_nothing(tmp_path):
+def test_kills_at_random_moments_lose_nothing():
     """In a process of its own: the test process may hold threads, which a fork would lose."""
     command = [sys.executable, faults.__file__, "kills", "--count", "8", "--seed", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_bf16
 from torch_bf16.sharding import shard_of
 
 BF16, COUNT = torch.bfloat16, 4
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def placed(memory, mesh, placement=None):
@@ -73,8 +64,8 @@ def memory_of(tensor):
 
 
 @pytest.fixture
-def twins(mesh):
-    made = Twins(mesh)
+def twins(one_rank):
+    made = Twins(one_rank)
     for _ in range(3):
         made.step()
     return made

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
+from optimizer_wrappers import Wrapper
 from torch import nn
 
 import torch_bf16
 from torch_bf16.engine.wrappers import held_optimizers, unwrap
-
-
-class Around:
-    """A wrapper of a host: no optimizer itself."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
 
 
 class Base(torch.optim.Optimizer):
@@ -33,12 +27,12 @@ def made(*layers):
     "wrap",
     [
         lambda o: o,
-        Around,
+        Wrapper,
         Base,
-        lambda o: Around(Around(o)),
-        lambda o: Around(Base(Base(o))),
-        lambda o: Around((o,)),
-        lambda o: Around({"body": Base(o)}),
+        lambda o: Wrapper(Wrapper(o)),
+        lambda o: Wrapper(Base(Base(o))),
+        lambda o: Wrapper((o,)),
+        lambda o: Wrapper({"body": Base(o)}),
     ],
     ids=["itself", "host", "sam", "host-twice", "host-around-two", "in-a-tuple", "in-a-dict"],
 )
@@ -49,7 +43,7 @@ def test_the_one_inside_is_found(wrap):
 
 def test_others_hold_none():
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    assert unwrap(plain) is unwrap(Around(plain)) is unwrap(None) is unwrap("adamw") is None
+    assert unwrap(plain) is unwrap(Wrapper(plain)) is unwrap(None) is unwrap("adamw") is None
 
 
 def test_several_and_one_of_other_parameters_are_refused():
@@ -63,7 +57,7 @@ def test_several_and_one_of_other_parameters_are_refused():
         unwrap(partial)
 
 
-@pytest.mark.parametrize("wrap", [Around, Base])
+@pytest.mark.parametrize("wrap", [Wrapper, Base])
 def test_gradients_of_one_inside_are_summed_and_released(wrap):
     model = torch_bf16.cast_model(nn.Linear(2, 2))
     (ours,) = made(model)

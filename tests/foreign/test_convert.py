@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from optimizer_cases import (
     OPTIMIZERS,
     RECIPES,
@@ -20,6 +19,7 @@ from optimizer_cases import (
     snapshot,
     take_steps,
 )
+from optimizer_wrappers import Around
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -189,13 +189,6 @@ def test_a_converted_fp32_optimizer_goes_on_as_torchs_would():
         torch.testing.assert_close(p, q, rtol=0, atol=5 * 8 * 2.0**-23)
 
 
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def compile_within(module):
     module[0] = torch.compile(module[0])
     return module
@@ -213,7 +206,7 @@ WRAPPERS = {
 
 # The first use of torch.compile imports much of torch, which warns of itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_names_of_the_module_key_the_noise_also_under_wrappers(wrapper):
     named = torch_bf16.AdamW(make_module().named_parameters(), lr=0.01, weight_decay=0.1)
@@ -253,14 +246,6 @@ def test_a_second_convert_is_refused_and_changes_nothing():
     take_steps(other, [2])
     assert one.recipe.name == "bf16-stochastic"
     assert_same(snapshot(one), snapshot(other))
-
-
-class Around(torch.optim.Optimizer):
-    """Has the groups of what it wraps, as SAM does."""
-
-    def __init__(self, base):
-        super().__init__(base.param_groups, {})
-        self.base, self.param_groups = base, base.param_groups
 
 
 def test_a_wrapper_around_ours_is_not_told_what_nobody_does():

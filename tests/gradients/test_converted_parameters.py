@@ -4,9 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -17,13 +15,6 @@ STOCHASTIC = {"recipe": Recipe("own", accumulate="bf16_stochastic")}
 RELEASED = {"release": {"max_norm": None}}
 FP32 = pytest.param({"recipe": Recipe("own", accumulate="fp32")}, id="fp32")
 BOTH = [pytest.param(STOCHASTIC, id="stochastic"), pytest.param(RELEASED, id="released")]
-
-
-@pytest.fixture(autouse=True)
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
 
 
 def sharded(mesh, options):
@@ -45,9 +36,9 @@ def train(model, optimizer, passes):
 
 
 @pytest.mark.parametrize("options", BOTH)
-def test_under_fsdp2_a_conversion_changes_nothing_in_later_steps(mesh, options):
+def test_under_fsdp2_a_conversion_changes_nothing_in_later_steps(one_rank, options):
     passes = 1 if options is RELEASED else 3
-    plain, converted = sharded(mesh, options), sharded(mesh, options)
+    plain, converted = sharded(one_rank, options), sharded(one_rank, options)
     for _ in range(2):
         expected, found = train(*plain, passes), train(*converted, passes)
         assert all(
@@ -58,9 +49,9 @@ def test_under_fsdp2_a_conversion_changes_nothing_in_later_steps(mesh, options):
 
 
 @pytest.mark.parametrize("options", [*BOTH, FP32])
-def test_a_conversion_that_would_lose_hooks_is_refused_until_they_are_removed(mesh, options):
+def test_a_conversion_that_would_lose_hooks_is_refused_until_they_are_removed(one_rank, options):
     model = torch_bf16.cast_model(nn.Linear(4, 4, bias=False))
-    parallelize_module(model, mesh, ColwiseParallel())
+    parallelize_module(model, one_rank, ColwiseParallel())
     optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, **options)
     with pytest.raises(RuntimeError, match="Couldn't swap"):
         model.float()
@@ -71,8 +62,8 @@ def test_a_conversion_that_would_lose_hooks_is_refused_until_they_are_removed(me
 
 
 @pytest.mark.parametrize("options", [FP32])
-def test_a_conversion_that_would_lose_the_dtype_of_sums_is_refused(mesh, options):
-    model, optimizer = sharded(mesh, options)
+def test_a_conversion_that_would_lose_the_dtype_of_sums_is_refused(one_rank, options):
+    model, optimizer = sharded(one_rank, options)
     with pytest.raises(RuntimeError, match="Couldn't swap"):
         model.to("cpu")
     torch_bf16.accumulate_gradients(model, optimizer).remove()

@@ -31,9 +31,8 @@ BOUND = 600
 PATH = os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])
 
 
-def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, Any]:
-    """What a script left in one precision: losses, weights and optimizers, or how it failed."""
-    named = script.fp32 if precision == "no" else script.bf16
+def variables(host: str, precision: str, path: str) -> dict[str, str]:
+    """The environment of a host's scripts in one precision."""
     unset = ("ACCELERATE_", "BF16_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
     environment |= {
@@ -42,7 +41,7 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    if script.host == "lightning":
+    if host == "lightning":
         known = {"no": "32-true", "bf16": "bf16-mixed"}
         environment["BF16_SCRIPT_PRECISION"] = known.get(precision, precision)
         environment |= {
@@ -51,6 +50,12 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
     else:
         name = "BF16_MODE" if precision in MODES else "ACCELERATE_MIXED_PRECISION"
         environment[name] = precision
+    return environment
+
+
+def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, Any]:
+    """What a script left in one precision: losses, weights and optimizers, or how it failed."""
+    named = script.fp32 if precision == "no" else script.bf16
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
         command = [
@@ -65,7 +70,7 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
             done = subprocess.run(
                 [*map(str, command), script.path, *script.options, *named],
                 cwd=sources / script.host,
-                env=environment,
+                env=variables(script.host, precision, path),
                 capture_output=True,
                 text=True,
                 timeout=BOUND,

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 OUTCOMES = Path(os.environ.get("BF16_SUITE_OUTCOMES", os.devnull))
 UNTIL = float(os.environ.get("BF16_SUITE_UNTIL", "inf"))
 CONNECTORS = (
@@ -66,9 +68,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item.nodeid not in known]
 
 
-def pytest_runtest_protocol(item):
-    if time.time() > UNTIL:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    done = yield
+    # What is asked before a test would not keep that one from starting.
+    if nextitem is not None and time.time() > UNTIL:
         item.session.shouldstop = "its time is over"
+    return done
 
 
 def pytest_runtest_logstart(nodeid, location):

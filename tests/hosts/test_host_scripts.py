@@ -29,23 +29,26 @@ def made_in(folder, text=MADE):
     return script_rows.Script("diffusers", "made.py", ("--output_dir", "{out}"), most=6)
 
 
-@pytest.mark.parametrize(
-    ("precision", "weights", "steps"),
-    [
-        ("no", ["20 trained float32"], "torch.optim.adamw.AdamW"),
-        ("bf16-stochastic", ["20 trained bfloat16"], "torch_bf16.optim.adam.AdamW"),
-    ],
-)
-def test_a_script_runs_as_it_is_up_to_so_many_backward_passes(tmp_path, precision, weights, steps):
-    found = scripts.run(made_in(tmp_path), tmp_path, precision, scripts.PATH)
-    assert (found["weights"], found["optimizers"]) == (weights, [steps])
+def test_a_script_runs_as_it_is_up_to_so_many_backward_passes(tmp_path):
+    found = scripts.run(made_in(tmp_path), tmp_path, "bf16-stochastic", scripts.PATH)
+    assert found["weights"] == ["20 trained bfloat16"]
+    assert found["optimizers"] == ["torch_bf16.optim.adam.AdamW"]
     assert len(found["losses"]) == 6
     assert found["losses"][-1] < found["losses"][0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-master"])
+@pytest.mark.parametrize("precision", scripts.PRECISIONS)
+def test_a_script_is_told_its_precision_as_its_host_is(precision):
+    lightning = {"no": "32-true", "bf16": "bf16-mixed"}.get(precision, precision)
+    told = scripts.variables("lightning", precision, "here")
+    assert (told["BF16_SCRIPT_PRECISION"], told["PYTHONPATH"]) == (lightning, "here")
+    told = scripts.variables("accelerate", precision, "here")
+    found = told.get("BF16_MODE"), told.get("ACCELERATE_MIXED_PRECISION")
+    assert found == ((precision, None) if precision in scripts.MODES else (None, precision))
+
+
 def test_a_script_that_names_no_precision_takes_the_launchers_and_failing_tells_its_last_lines(
-    tmp_path, precision
+    tmp_path,
 ):
     text = """
 import sys
@@ -56,8 +59,8 @@ raise SystemExit(str(Accelerator().mixed_precision))
 """
     script = dataclasses.replace(made_in(tmp_path, text), fp32=(), bf16=())
     # What fails is told by its last lines.
-    found = scripts.run(script, tmp_path, precision, scripts.PATH)
-    assert found == {"failed": f"5\n6\n7\n8\n{precision}"}
+    found = scripts.run(script, tmp_path, "bf16", scripts.PATH)
+    assert found == {"failed": "5\n6\n7\n8\nbf16"}
 
 
 def of(end, weights="8 trained bfloat16", steps=4):

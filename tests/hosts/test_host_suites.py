@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import compare
 import pytest
@@ -71,9 +72,9 @@ def test_reasons_hold_for_parameters_classes_files_and_folders_and_nothing_else(
     assert compare.reason_of("a/b.py::test_xy", reasons) is None
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_tests_that_it_has_not_run(tmp_path):
+def test_a_run_that_is_stopped_goes_on_with_the_tests_that_it_has_not_run(tmp_path, monkeypatch):
     slow = """
-import pathlib, time
+import pathlib, suite_plugin
 
 def note(name):
     with pathlib.Path(__file__).with_name("ran").open("a") as file:
@@ -81,14 +82,18 @@ def note(name):
 
 def test_a():
     note("a")
-    time.sleep(6)
+    suite_plugin.UNTIL = 0  # Its time is over.
 
 def test_b():
     note("b")
 """
+    ran, until = tmp_path / "made" / "ran", time.time() + 3600
+    clock = SimpleNamespace(time=lambda: until + ran.exists())
+    monkeypatch.setattr(compare, "time", clock)
     with pytest.raises(SystemExit) as stopped:
-        runs_in(tmp_path, slow, time.time() + 5).run("on")
+        runs_in(tmp_path, slow, until).run("on")
     assert stopped.value.code == compare.UNFINISHED
+    assert ran.read_text() == "a"
     outcomes = runs_in(tmp_path, slow).run("on")
     assert compare.counts(outcomes) == {"passed": 2}
-    assert tmp_path.joinpath("made", "ran").read_text() == "ab"
+    assert ran.read_text() == "ab"

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 from lightning_models import FABRICS, TRAINERS, host, loader, make_module, make_trainer
-from matrix_cells import Cell, Named, adamw, flattening, micro_batches, shard, whole
+from matrix_cells import Cell, Named, adamw, flattening, micro_batches, shard, sharding, whole
 from torch import distributed as dist
 from torch.nn import functional as F
 from torchrun_variables import as_torchrun_says
@@ -46,12 +46,7 @@ def by_trainer(cell, strategies, chosen, plugin):
 
 def by_fabric(cell, strategies, chosen, plugin):
     if cell.strategy == "fsdp2":
-
-        def parallelize(module, mesh):
-            shard(module.net, cell, mesh)
-            return module
-
-        chosen = strategies.ModelParallelStrategy(parallelize, 2, 1)
+        chosen = strategies.ModelParallelStrategy(sharding(cell), 2, 1)
     fabric = host(cell.package).Fabric(
         accelerator="cpu", devices=2, strategy=chosen, plugins=[plugin]
     )

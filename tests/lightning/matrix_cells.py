@@ -93,6 +93,16 @@ def shard(net: nn.Module, cell: Cell, mesh: Any) -> None:
         fully_shard(net, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
+def sharding(cell: Cell) -> Callable[[Any, Any], Any]:
+    """The same, as Fabric calls it."""
+
+    def parallelize(module, mesh):
+        shard(module.net, cell, mesh)
+        return module
+
+    return parallelize
+
+
 def flattening(strategies: Any) -> Any:
     """An FSDPStrategy of a host, which wraps for CPUs and saves what each rank has."""
 
@@ -266,12 +276,7 @@ def by_fabric(cell, data, epochs, together, checkpoint, make):
         strategy = flattening(host(f"{cell.package}.strategies"))
     elif cell.strategy != "ddp":
         strategies = host(f"{cell.package}.strategies")
-
-        def parallelize(module, mesh):
-            shard(module.net, cell, mesh)
-            return module
-
-        strategy = strategies.ModelParallelStrategy(parallelize, *cell.mesh)
+        strategy = strategies.ModelParallelStrategy(sharding(cell), *cell.mesh)
     fabric = package.Fabric(
         accelerator="cpu", devices=cell.world, strategy=strategy, precision=cell.mode
     )

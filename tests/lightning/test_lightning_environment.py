@@ -93,7 +93,7 @@ def test_options_come_from_the_environment_unless_the_script_says(pl, variables)
     assert lightning_bf16.BF16Precision(whole).recipe is whole
 
 
-def test_gradients_are_released_by_the_environment(pl, variables):
+def test_gradients_are_released_by_the_environment(variables):
     variables(BF16_RELEASE_GRADIENTS="1", BF16_RELEASE_MAX_NORM="0.5")
     plugin = lightning_bf16.BF16Precision()
     assert (plugin.release.max_norm, plugin.release.norm) == (0.5, "parameter")

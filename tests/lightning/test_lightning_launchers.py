@@ -49,15 +49,13 @@ def assert_trained(folder, runs):
 @contextlib.contextmanager
 def in_fork(function, *arguments, log):
     """A process that has Lightning imported, as a real start has after 13 s of a processor."""
-    process = forked(in_session, str(log), function, arguments)
-    try:
-        yield process
-    finally:
-        # Also those that wait for one that failed.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+    with forked(in_session, str(log), function, arguments) as process:
+        try:
+            yield process
+        finally:
+            # Also those that wait for one that failed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def in_session(log, function, arguments):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from foreign_cases import sparse_and_dense
+from optimizer_wrappers import Around
 from torch import nn
 
 import torch_bf16
@@ -145,14 +146,6 @@ def test_what_is_said_of_no_own_step_is_refused_before_the_cast(made, options, m
     with pytest.raises(ValueError, match=match):
         prepare(model, made(model.parameters()), **options)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-class Around(torch.optim.Optimizer):
-    """Has the groups of what it wraps, as SAM does."""
-
-    def __init__(self, base):
-        super().__init__(base.param_groups, {})
-        self.base, self.param_groups = base, base.param_groups
 
 
 def test_a_wrapper_around_ours_is_prepared_as_ours_is():

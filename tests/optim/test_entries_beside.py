@@ -46,7 +46,7 @@ def test_an_entry_before_the_first_step_is_saved():
     assert optimizer.state_dict()["state"] == {0: {"note": "kept"}}
 
 
-def test_an_entry_that_is_replaced_at_every_step_is_planned_for_once(monkeypatch):
+def test_an_entry_that_is_replaced_at_every_step_is_planned_for_once():
     optimizer, p = begun(torch_bf16.AdamW)
     optimizer.state[p]["mean"] = torch.zeros(())
     step(optimizer, 2)

@@ -142,7 +142,7 @@ class Foreign(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
 
-def test_what_cannot_be_is_refused_by_name(monkeypatch):
+def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match=r"offload='cpu' does not say .* use one of none, states"):
         Recipe(offload="cpu")
     model = nn.Linear(8, 8)

@@ -7,6 +7,7 @@ Prints one JSON object: the versions, and for each part "ok", "not installed", o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -205,6 +206,9 @@ def installed(package: str) -> str | None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     versions = {"python": platform.python_version()} | {each: installed(each) for each in PACKAGES}
     parts = {name: outcome(*part) for name, part in PARTS.items()}

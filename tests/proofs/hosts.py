@@ -11,6 +11,7 @@ Linux, to make the namespaces; they are removed at the end.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ WORKER = Path(__file__).with_name("hosts_worker.py")
 NAMES = [f"bf16-{os.getpid()}-{n}" for n in (0, 1)]
 CARDS = [f"bf{os.getpid()}h{n}" for n in (0, 1)]
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
+WAYS = ("torch", "lightning", "accelerate")
 # Namespaces of their own: nobody else is there.
 PORT, BOUND = "29500", 180
 
@@ -80,9 +82,14 @@ def accelerate(host: int, hosts: int, processes: int) -> list[str]:
 
 
 def stop(process: subprocess.Popen) -> None:
+    """End a launcher, and its workers, whose sessions are their own, by asking it to end."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def trained(way: str, hosts: int, processes: int, folder: Path) -> list[dict]:
@@ -154,11 +161,17 @@ def elastic(folder: Path) -> bool:
     return same and went_on
 
 
-def main(ways=("torch", "lightning", "accelerate")) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    # As an exception, which ends what was started and removes the hosts.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         make_hosts()
         with tempfile.TemporaryDirectory() as folder:
-            held = [compare(way, Path(folder)) for way in ways]
+            held = [compare(way, Path(folder)) for way in WAYS]
             held.append(elastic(Path(folder)))
     finally:
         remove_hosts()

@@ -15,6 +15,7 @@ that NVIDIA's PTX ISA admits (``rcp.approx.ftz`` off by one unit in the last pla
 - Ranges: what is in range by the instructions' own account rounds right, at every exponent.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -131,6 +132,9 @@ def _check_range(a, b):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     unexpected = 0
 
     def prove(claim, check, *arguments, nearest=True):

@@ -1,5 +1,7 @@
 """The root for devices without fp64, of all 2**32 numbers: python tests/proofs/roots.py."""
 
+import argparse
+
 import numpy as np
 import torch
 
@@ -10,6 +12,7 @@ SLAB = 2**18
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     wrong = 0
     for start in range(-(2**31), 2**31, SLAB):
         x = torch.arange(start, start + SLAB).to(torch.int32).view(torch.float32)

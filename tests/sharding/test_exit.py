@@ -34,22 +34,27 @@ def test_replicas_that_train_wait_when_they_end(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other kernel tells what threads do")
 def test_waits_for_threads_of_gloo_and_for_no_others():
+    over = threading.Event()
+
     def work(name, seconds):
         libc = ctypes.CDLL(None)
         libc.prctl(15, name, 0, 0, 0)  # PR_SET_NAME
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and not over.is_set():
             hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # without the GIL
 
     gloo = threading.Thread(target=work, args=(b"pt_gloo_runloop", 1))
-    other = threading.Thread(target=work, args=(b"other", 6))
+    other = threading.Thread(target=work, args=(b"other", 60))
     gloo.start()
     other.start()
     time.sleep(0.2)
-    end._settle()
-    assert not gloo.is_alive()
-    assert other.is_alive()
-    other.join()
+    try:
+        end._settle()
+        assert not gloo.is_alive()
+        assert other.is_alive()
+    finally:
+        over.set()
+        other.join()
 
 
 def test_does_not_wait_for_long_where_nothing_is_at_work():

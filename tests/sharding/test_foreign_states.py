@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from optimizer_cases import bits
 from sharded_models import local
 from torch import nn
@@ -21,13 +20,6 @@ from torch_bf16.checkpoints.reader import OptimizerStates
 from torch_bf16.errors import CheckpointError
 
 RECIPES = ("bf16-stochastic", "bf16-fp32-master")
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def network(recipe, mesh=None):
@@ -74,8 +66,8 @@ def test_names_of_wrapped_modules_key_the_same_noise(prefix):
 
 @pytest.mark.parametrize("make", [adamw, adamax], ids=["fused", "own step"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_states_of_a_sharded_run_go_on_whole_in_a_plain_one(mesh, recipe, make):
-    sharded, plain, through = network(recipe, mesh), network(recipe), network(recipe)
+def test_states_of_a_sharded_run_go_on_whole_in_a_plain_one(one_rank, recipe, make):
+    sharded, plain, through = network(recipe, one_rank), network(recipe), network(recipe)
     optimizers = [make(each, recipe) for each in (sharded, plain, through)]
     ends = [train(m, o, range(2)) for m, o in zip((sharded, plain), optimizers, strict=False)]
     assert all(map(torch.equal, *ends))
@@ -91,9 +83,9 @@ def test_states_of_a_sharded_run_go_on_whole_in_a_plain_one(mesh, recipe, make):
 # torch's own makes the states to load.
 @pytest.mark.filterwarnings("ignore:.*was not converted")
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
-def test_a_number_in_a_saved_state_is_not_taken_for_a_sharded_tensor(mesh, ours):
+def test_a_number_in_a_saved_state_is_not_taken_for_a_sharded_tensor(one_rank, ours):
     """NAdam's ``mu_product``, which every state dict of it has."""
-    one, other = (network(RECIPES[1], mesh) for _ in range(2))
+    one, other = (network(RECIPES[1], one_rank) for _ in range(2))
     kind = functools.partial(torch_bf16.NAdam, recipe=RECIPES[1]) if ours else torch.optim.NAdam
     saved = kind(one.named_parameters(), lr=0.01)
     train(one, saved, range(2))
@@ -106,8 +98,8 @@ def test_a_number_in_a_saved_state_is_not_taken_for_a_sharded_tensor(mesh, ours)
 
 
 @pytest.mark.parametrize("make", [adamw, adamax], ids=["fused", "own step"])
-def test_a_gradient_on_another_mesh_is_refused(mesh, make):
-    model = network("bf16-stochastic", mesh)
+def test_a_gradient_on_another_mesh_is_refused(one_rank, make):
+    model = network("bf16-stochastic", one_rank)
     optimizer = make(model, "bf16-stochastic")
     before = [p.full_tensor().clone() for p in model.parameters()]
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_bf16 import Recipe, cast_model
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
 
 
 def net():
@@ -30,11 +21,11 @@ def dtypes(module):
 
 
 @pytest.mark.parametrize("keep_fp32", [(), ("2",)], ids=["batch-norm", "keep-fp32"])
-def test_a_group_of_two_dtypes_is_refused_with_names_and_left_as_it_was(mesh, keep_fp32):
+def test_a_group_of_two_dtypes_is_refused_with_names_and_left_as_it_was(one_rank, keep_fp32):
     module = net()
     if keep_fp32:
-        fully_shard(module[1], mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        fully_shard(module[1], mesh=one_rank)
+    fully_shard(module, mesh=one_rank)
     stays = "2" if keep_fp32 else "1.0"
     said = rf"'0.weight' in torch.bfloat16 and '{stays}.weight' in torch.float32.*Nothing was"
     with pytest.raises(ValueError, match=said):
@@ -42,10 +33,10 @@ def test_a_group_of_two_dtypes_is_refused_with_names_and_left_as_it_was(mesh, ke
     assert dtypes(module) == [{FP32}] * 3
 
 
-def test_a_norm_in_a_group_of_its_own_trains_beside_bf16(mesh):
+def test_a_norm_in_a_group_of_its_own_trains_beside_bf16(one_rank):
     module = net()
-    fully_shard(module[1], mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    fully_shard(module[1], mesh=one_rank)
+    fully_shard(module, mesh=one_rank)
     cast_model(module)
     assert dtypes(module) == [{BF16}, {FP32}, {BF16}]
     with torch.autocast("cpu", BF16):
@@ -53,24 +44,24 @@ def test_a_norm_in_a_group_of_its_own_trains_beside_bf16(mesh):
     assert [p.grad.dtype for p in module.parameters()] == [BF16, BF16, FP32, FP32, BF16, BF16]
 
 
-def test_a_frozen_norm_may_stay_in_the_group(mesh):
+def test_a_frozen_norm_may_stay_in_the_group(one_rank):
     module = net()
     module[1].requires_grad_(False)
-    fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=one_rank)
     assert dtypes(cast_model(module)) == [{BF16}, {FP32}, {BF16}]
 
 
-def test_modules_that_are_sharded_together_are_one_group(mesh):
+def test_modules_that_are_sharded_together_are_one_group(one_rank):
     module = net()
-    fully_shard([module[0], module[1]], mesh=mesh)
+    fully_shard([module[0], module[1]], mesh=one_rank)
     with pytest.raises(ValueError, match=r"'0.weight' in torch.bfloat16 and '1.0.weight'"):
         cast_model(module)
 
 
-def test_a_model_with_kept_modules_is_cast_again_and_made_fp32_again(mesh):
+def test_a_model_with_kept_modules_is_cast_again_and_made_fp32_again(one_rank):
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     for each in (*module, module):
-        fully_shard(each, mesh=mesh)
+        fully_shard(each, mesh=one_rank)
     for _ in range(2):
         cast_model(module, Recipe("own", keep_fp32=("1",)))
         assert dtypes(module) == [{BF16}, {FP32}]

@@ -46,7 +46,7 @@ def test_a_failure_is_told_of_every_rank_and_the_next_call_goes_on(pool, how, ma
     pool(2, summed, 0)
     began = time.monotonic()
     with pytest.raises(RankError, match=match) as failure:
-        pool(2, fails, how, seconds=5 if how == "hangs" else 60)
+        pool(2, fails, how, seconds=2 if how == "hangs" else 60)
     assert failure.value.outcomes[0] != "returned"
     assert time.monotonic() - began < 30
     assert [found[:2] for found in pool(2, summed, 1)] == [(2, 3), (2, 3)]

@@ -102,7 +102,7 @@ def test_new_planes_have_the_dtypes_and_shapes_of_their_format(format_):
 
 @pytest.mark.parametrize("live", ["master", "mixed"])
 @pytest.mark.parametrize("saved", ["master", "mixed"])
-def test_between_recipes_with_masters_the_weights_go_on_exactly(saved, live, caplog):
+def test_between_recipes_with_masters_the_weights_go_on_exactly(saved, live):
     old = trained(saved)
     before = numbers(old)
     new = loaded(old, live)
@@ -138,7 +138,7 @@ def test_bf16_moments_beside_an_exact_master_say_that_torch_has_trained_the_weig
         assert torch.equal(found["weights"], weight.detach().float())
 
 
-def test_without_a_header_the_planes_tell_the_formats(caplog):
+def test_without_a_header_the_planes_tell_the_formats():
     old = trained("master")
     saved = copy.deepcopy(old.state_dict())
     del saved["torch_bf16"]

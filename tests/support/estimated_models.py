@@ -1,14 +1,24 @@
-"""Models whose memory is estimated and measured, and the bytes of what they hold."""
+"""Models whose memory is estimated and measured, the bytes that they hold, and the command."""
 
 from __future__ import annotations
+
+import json
 
 import torch
 from sharded_models import local
 from torch import nn
 
+from torch_bf16.tools import cli
 from torch_bf16.tools.estimate.precisions import precisions
 
 ROWS = {each.name + ", released" * each.released: each for each in precisions()}
+
+
+def estimate(capsys, *arguments):
+    """The exit status, the record from standard output, and what was said beside it."""
+    status = cli.main(["estimate", *map(str, arguments), "--json", "-"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if status == 0 else None, err
 
 
 class Layer(nn.Module):

@@ -49,10 +49,9 @@ def run_command(
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in range(2)]
         targets = (stdin, stdout or files[0].name, stderr or files[1].name)
-        process = forked(_run, str(folder), arguments, targets)
-        process.join(250)
-        status = process.exitcode
-        process.kill()
+        with forked(_run, str(folder), arguments, targets) as process:
+            process.join(250)
+            status = process.exitcode
         return Ended(status, files[0].read(), files[1].read())
 
 

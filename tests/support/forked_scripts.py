@@ -44,10 +44,9 @@ def call_in_fork(
     """
     __tracebackhide__ = True
     with tempfile.NamedTemporaryFile("r") as output:
-        process = forked(_call, str(folder), output.name, variables, function, arguments)
-        process.join(seconds)
-        code = process.exitcode
-        process.kill()
+        with forked(_call, str(folder), output.name, variables, function, arguments) as process:
+            process.join(seconds)
+            code = process.exitcode
         printed = output.read()
     assert code == 0, f"ended with {code} (None: ran longer than {seconds} s):\n{printed}"
     return printed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
@@ -29,11 +30,19 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-def forked(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """A started process that calls a function, importable by its name, in our environment."""
+@contextmanager
+def forked(function: Callable[..., None], *arguments: Any) -> Iterator[ForkServerProcess]:
+    """A started process that calls a function, importable by its name, in our environment.
+
+    At the end it is killed if it has not ended: Python's own end would wait for it.
+    """
     process = forkserver().Process(target=_call, args=({**os.environ}, function, arguments))
     process.start()
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def _call(

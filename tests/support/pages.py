@@ -76,7 +76,7 @@ def blocks_of(page: str) -> Iterator[Block]:
             yield Block(line, language, code, output, needs)
 
 
-def run_page(path: Path, folder: Path) -> tuple[str, list[str]]:
+def run_page(path: Path, folder: Path) -> tuple[str, int, list[str]]:
     """Run a page in a process of its own.
 
     Args:
@@ -84,12 +84,13 @@ def run_page(path: Path, folder: Path) -> tuple[str, list[str]]:
         folder: an empty one, where its programs run.
 
     Returns:
-        What went wrong, empty where nothing did, and the modules whose blocks were left out.
+        What went wrong, empty where nothing did, how many blocks ran, and the missing modules for
+        whose sake others were left out.
     """
     found = folder / "found.json"
     printed = call_in_fork(_write, path, found, folder=folder, seconds=840, **_QUICK)
     said: dict[str, Any] = json.loads(found.read_text())
-    return said["fault"] and said["fault"] + printed, said["skipped"]
+    return said["fault"] and said["fault"] + printed, said["ran"], said["missing"]
 
 
 def _write(path: Path, found: Path) -> None:
@@ -99,11 +100,12 @@ def _write(path: Path, found: Path) -> None:
 def _run(path: str, blocks: list[Block]) -> dict[str, Any]:
     """Run the blocks in this process, up to the first that fails."""
     names: dict[str, Any] = {"__name__": "__main__", "repository": ROOT}
-    skipped = []
+    found: dict[str, Any] = {"fault": "", "ran": 0, "missing": []}
     for block in blocks:
         if missing := [need for need in block.needs.split(", ") if need and not _has(need)]:
-            skipped += missing
+            found["missing"] += missing
             continue
+        found["ran"] += 1
         printed = io.StringIO()
         try:
             if block.language == "bash":
@@ -114,15 +116,15 @@ def _run(path: str, blocks: list[Block]) -> dict[str, Any]:
                 with contextlib.redirect_stdout(printed):
                     exec(code, names)
         except BaseException:
-            return {"fault": f"{traceback.format_exc()}\n{printed.getvalue()}", "skipped": skipped}
+            return found | {"fault": f"{traceback.format_exc()}\n{printed.getvalue()}"}
         options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         checker = doctest.OutputChecker()
         if block.output is not None and not checker.check_output(
             block.output, printed.getvalue(), options
         ):
             fault = f"{path}, line {block.line} prints\n{printed.getvalue()}and not\n{block.output}"
-            return {"fault": fault, "skipped": skipped}
-    return {"fault": "", "skipped": skipped}
+            return found | {"fault": fault}
+    return found
 
 
 def _has(need: str) -> bool:

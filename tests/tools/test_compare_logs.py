@@ -248,7 +248,7 @@ def test_what_cannot_be_meant_is_refused(arguments, said, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_an_unreadable_file_is_told(tmp_path, monkeypatch, capsys):
+def test_an_unreadable_file_is_told(tmp_path, capsys):
     lightning_csv(tmp_path / "good", LOSSES)
     (tmp_path / "loop.csv").symlink_to("loop.csv")
     assert cli.main(["compare", "good", "loop.csv"]) == 2

@@ -54,7 +54,7 @@ def test_weights_alone_are_enough_and_bf16_copies_of_a_run_that_learned_are_clea
         assert status == (mode == "bf16-true"), (mode, found["verdict"])
 
 
-def test_one_checkpoint_without_an_optimizer_is_not_enough(runs, tmp_path, capsys):
+def test_one_checkpoint_without_an_optimizer_is_not_enough(runs, capsys):
     folder, _ = runs
     assert cli.main(["doctor", str(folder / "bf16-true-0.ckpt")]) == 2
     assert "one checkpoint without it cannot show what moved" in capsys.readouterr().err

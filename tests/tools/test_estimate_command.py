@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from estimated_models import ROWS
+from estimated_models import ROWS, estimate
 from torch import nn
 
 from torch_bf16.tools import cli
@@ -24,13 +24,6 @@ SEVENTY = {
     **{"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
     "tie_word_embeddings": False,
 }
-
-
-def estimate(capsys, *arguments):
-    """The exit status, the record from standard output, and what was said beside it."""
-    status = cli.main(["estimate", *map(str, arguments), "--json", "-"])
-    out, err = capsys.readouterr()
-    return status, json.loads(out) if status == 0 else None, err
 
 
 def config(folder, content):

@@ -4,16 +4,7 @@ import json
 
 import pytest
 import torch
-
-from torch_bf16.tools import cli
-
-
-def estimate(capsys, *arguments):
-    """The exit status, the record from standard output, and what was said beside it."""
-    status = cli.main(["estimate", *map(str, arguments), "--json", "-"])
-    out, err = capsys.readouterr()
-    return status, json.loads(out) if status == 0 else None, err
-
+from estimated_models import estimate
 
 CONFIGS = {
     "diffusers": ({"_class_name": "UNet2DModel"}, "diffusion_pytorch_model.safetensors"),

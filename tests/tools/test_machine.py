@@ -56,7 +56,7 @@ def test_without_nvidia_smi_the_state_says_why(gpu, monkeypatch, missing):
     assert reason in machine.device_state(GPU)["unknown"]
 
 
-def test_lines_for_people_have_what_the_record_has(gpu, monkeypatch):
+def test_lines_for_people_have_what_the_record_has(gpu):
     found = machine.machine(CPU)
     first, system, processor = machine.machine_lines(found)
     assert f"torch {torch.__version__}" in first

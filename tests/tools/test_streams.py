@@ -1,9 +1,6 @@
 """Standard output and standard error: where a command prints, and what becomes of closed ones."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from forked_commands import CLOSED, NO_READER, run_command
@@ -73,18 +70,13 @@ def test_an_error_whose_reader_is_gone_keeps_its_status(tmp_path):
 
 
 def test_a_benchmark_measures_with_closed_streams(tmp_path):
-    """In an interpreter that starts with them, and in the one that it starts for the peak."""
-    record = tmp_path / "record.json"
-    sizes = "--parameters 2304 --tensors 3 --rounds 1 --backend eager --against ''"
-    one_row = "--recipes bf16-stochastic --baseline bf16-stochastic"
-    command = f"{sys.executable} -m torch_bf16 bench {sizes} {one_row} --json {record}"
-    done = subprocess.run(
-        ["bash", "-c", f"{command} <&- >&- 2>&-"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-    )
-    assert (done.returncode, done.stdout) == (0, b"")
-    (row,) = json.loads(record.read_text())["results"]
+    """Also in the interpreter that it starts for the peak."""
+    sizes = "--parameters 2304 --tensors 3 --rounds 1 --backend eager"
+    one_row = "--recipes bf16-stochastic --baseline bf16-stochastic --against"
+    command = [*f"bench {sizes} --json record.json {one_row}".split(), ""]
+    closed = dict.fromkeys(("stdin", "stdout", "stderr"), CLOSED)
+    assert run_command(*command, folder=tmp_path, **closed).status == 0
+    (row,) = json.loads((tmp_path / "record.json").read_text())["results"]
     assert row["peak_bytes_per_parameter"] is None or row["peak_bytes_per_parameter"] > 0
 
 
