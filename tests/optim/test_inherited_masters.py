@@ -168,7 +168,16 @@ def load_none(optimizer):
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
 
 
-RESETS = [lambda optimizer: optimizer.state.clear(), replace, replace_each, pop_each, load_none]
+def clear_each(optimizer):
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def clear(optimizer):
+    optimizer.state.clear()
+
+
+RESETS = [clear, clear_each, replace, replace_each, pop_each, load_none]
 
 
 @pytest.mark.parametrize("reset", RESETS)

@@ -37,7 +37,7 @@ class Snapshot:
     Attributes:
         dtype: of the parameter.
         shape: of the parameter.
-        state: the parameter's state then, whose master outlives the state.
+        masters: the planes of the parameter's master then, which outlive its state.
         data: sees writes that raise no version.
         writes: the step after which an exact weight was last set, and a count of such writes.
     """
@@ -45,7 +45,7 @@ class Snapshot:
     _base: int
     dtype: torch.dtype
     shape: torch.Size
-    state: Mapping[str, Any] = field(default_factory=dict)
+    masters: Mapping[str, Any] = field(default_factory=dict)
     data: DataWatch | None = None
     writes: tuple[int, int] = (0, 0)
     _steps: _Steps = field(default_factory=_Steps)

@@ -63,9 +63,9 @@ def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
         snapshot = snapshots.get(each)
         if snapshot is None or _has_master(dict.get(optimizer.state, each, {})):
             continue
-        if _has_master(snapshot.state):
-            lost[each] = optimizer, snapshot.state
-        snapshot.state = {}
+        if snapshot.masters:
+            lost[each] = optimizer, snapshot.masters
+        snapshot.masters = {}
     if lost:
         waiting = _waiting(optimizer, lost)
         _remember({p: each for p, each in lost.items() if p in waiting})

@@ -20,7 +20,7 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import Format
 from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, shard_of
-from torch_bf16.states.views import MASTERS
+from torch_bf16.states.views import MASTERS, planes_of_master
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -133,8 +133,8 @@ def look_for_writes(optimizer: BF16Optimizer) -> None:
     shards = [shard_of(each) for each in dict.keys(optimizer.state) if isinstance(each, Tensor)]
     for shard in shards:
         snapshot = optimizer._engine.snapshots[shard.parameter] = Snapshot.of(shard)
-        snapshot.state = dict.get(optimizer.state, shard.parameter, {})
-        snapshot.data = DataWatch.of(shard, snapshot.state)
+        state = dict.get(optimizer.state, shard.parameter, {})
+        snapshot.masters, snapshot.data = planes_of_master(state), DataWatch.of(shard, state)
 
 
 def _replace(plane: Tensor, shard: Shard, key: str) -> bool:

@@ -22,7 +22,7 @@ from torch_bf16.recipe import get_recipe
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
-from torch_bf16.states.views import MASTERS
+from torch_bf16.states.views import MASTERS, planes_of_master
 
 from . import inherited_masters, shared_noise
 from .overview import overview_of
@@ -230,7 +230,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
-        each.snapshot.state = each.state
+        each.snapshot.masters = planes_of_master(each.state)
         each.snapshot.data = DataWatch.of(each.shard, each.state, each.snapshot.data)
     # Not of weights written since: the step first checks whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())

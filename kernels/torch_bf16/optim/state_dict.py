@@ -21,7 +21,13 @@ from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of,
 from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
-from torch_bf16.states.views import from_view, gatherable, is_stand_in, to_view
+from torch_bf16.states.views import (
+    from_view,
+    gatherable,
+    is_stand_in,
+    planes_of_master,
+    to_view,
+)
 
 from . import inherited_masters
 from .overwritten import without_remainders
@@ -206,7 +212,7 @@ def _watch(optimizer: BF16Optimizer, states: Mapping[Tensor, dict[str, Any]]) ->
             watch.follow_writes()
             watch.note_step()
             snapshot = optimizer._engine.snapshots[parameter] = Snapshot.of(shard)
-            snapshot.data = watch
+            snapshot.masters, snapshot.data = planes_of_master(state), watch
 
 
 def _as_placed(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "gatherable",
     "is_stand_in",
     "masters_in",
+    "planes_of_master",
     "to_view",
 ]
 
@@ -76,6 +77,11 @@ def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
 
 def _is_code(state: Mapping[str, Any], key: str) -> bool:
     return getattr(state[key], "dtype", None) in _CODES and f"{key}_{SCALE.suffix}" in state
+
+
+def planes_of_master(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state that are parts of the weight."""
+    return {key: state[key] for key in MASTERS & state.keys()}
 
 
 def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
