@@ -165,8 +165,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="folder")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a claim fails")
     args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        parser.error(f"--seeds {args.seeds} must be at least 1")
+    for name in ("seeds", "steps", "workers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if "ScheduleFree" in args.optimizer and find_spec("schedulefree") is None:
         needed = "needs the package schedulefree: pip install schedulefree"
         parser.error(f"--optimizer {args.optimizer} {needed}")

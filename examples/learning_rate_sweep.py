@@ -165,7 +165,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("learning_rate_sweep"), help="folder")
     args = parser.parse_args(arguments)
-    for name in ("seeds", "steps"):
+    for name in ("seeds", "steps", "workers"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     return args

@@ -262,9 +262,9 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(
             sentence, style=None if holds else "bold red", highlight=False, soft_wrap=True
         )
-    plot(runs, args.plot)
     if args.json is not None:
         record(runs, args, args.json)
+    plot(runs, args.plot)
     console.print(f"Loss curves: {args.plot.resolve()}", highlight=False, soft_wrap=True)
     return int(args.check and not all(holds for holds, _ in found))
 

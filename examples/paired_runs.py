@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 
 import torch
@@ -144,7 +146,7 @@ def run_all(
 ) -> dict[Any, Any]:
     """Call each job in one of ``workers`` single-threaded processes; return results by key.
 
-    What a job raises, and Ctrl-C, ends all others at once.
+    What a job raises, and whatever ends this process, ends all others at once.
 
     Args:
         jobs: pairs of a key and a picklable call.
@@ -200,6 +202,14 @@ def _prepare_worker() -> None:
     torch.set_num_threads(1)
     # Ctrl-C reaches workers, too; the process that started them ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def origin(program: str, arguments: list[str] | None) -> dict[str, Any]:

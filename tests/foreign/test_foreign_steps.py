@@ -136,9 +136,23 @@ def snapshot(run):
 class OfBF16(torch.optim.SGD):
     """Needs bf16 weights, as the Muon of modded-nanogpt's medium track does."""
 
+    error: BaseException = TypeError("needs bits")
+
     def step(self, closure=None):
         if {each.dtype for each in self.param_groups[0]["params"]} != {torch.bfloat16}:
-            raise TypeError("needs bits")
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("CUDA")])
+def test_what_ends_an_own_step_from_outside_is_not_blamed_on_its_class(error, monkeypatch):
+    monkeypatch.setattr(OfBF16, "error", error)
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = convert(OfBF16([parameter], lr=0.1), "bf16-stochastic")
+    parameter.data = parameter.bfloat16()
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(type(error)) as caught:
+        optimizer.step()
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_an_own_step_that_fails_is_said_to_run_on_fp32_copies():

@@ -215,11 +215,19 @@ class Stepping:
         pass
 
 
+class Environment(nn.Module):
+    """A module that steps, as the environments of TorchRL do."""
+
+    def step(self):
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("optimizer", "error", "match"),
     [
         (lambda p: torch.optim.AdamW, ValueError, "not type: make it first, for example torch"),
         (Stepping, ValueError, "Stepping is none, so that its parameters and states are not known"),
+        (lambda p: Environment(), ValueError, "a sequence of them, not Environment"),
         (lambda p: None, ValueError, "prepare takes an optimizer or a sequence of them, not None"),
         (lambda p: [p], ValueError, "a sequence of them, not list"),
         (lambda p: p, ValueError, "a sequence of them, not Parameter"),
@@ -227,7 +235,17 @@ class Stepping:
         (lambda p: [torch.optim.SGD(p)] * 2, ValueError, "given one optimizer twice; pass each"),
         (Closed, NotImplementedError, "Closed"),
     ],
-    ids=["class", "no-optimizer", "none", "groups", "parameters", "nothing", "twice", "closure"],
+    ids=[
+        "class",
+        "no-optimizer",
+        "module",
+        "none",
+        "groups",
+        "parameters",
+        "nothing",
+        "twice",
+        "closure",
+    ],
 )
 def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, match):
     model = network()

@@ -200,9 +200,17 @@ def test_a_study_that_cannot_write_its_record_does_not_begin(
 def test_the_folder_of_a_record_is_made(tmp_path: Path) -> None:
     records.make_room_for(tmp_path / "new" / "one" / "record.json")
     assert [*(tmp_path / "new" / "one").iterdir()] == []
-    with pytest.raises(SystemExit, match="new is a folder: give the name of a file"):
+    with pytest.raises(SystemExit, match="new' is a folder; give the name of a file"):
         records.make_room_for(tmp_path / "new")
+    with pytest.raises(SystemExit, match="File name too long"):
+        records.make_room_for(tmp_path / ("x" * 300))
     records.make_room_for(None)
+
+
+def test_a_record_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SystemExit, match=r"record.json' may not be written by you"):
+        records.make_room_for(tmp_path / "record.json")
 
 
 def fail() -> None:
@@ -262,9 +270,9 @@ def test_the_verdict_of_the_study_can_say_no(high: float, does: bool) -> None:
 def test_the_recorded_study_holds() -> None:
     record = json.loads((RECORD / "convergence.json").read_text())
     found = {name: Interval(**each) for name, each in record["differences"]["fp32"].items()}
-    shared = found.keys() & convergence.RECIPES.keys()
-    assert len(shared) >= 6
-    assert all(convergence.holds(name, found[name]) for name in shared)
+    then = {"7.2 bytes": "7.1 bytes", "6.2 bytes": "6.1 bytes"}
+    for name in convergence.RECIPES:
+        assert convergence.holds(name, found[then.get(name, name)]), name
 
 
 def finished(losses: dict[str, float]) -> dict[str, demo.Run]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from torch_bf16.engine.wrappers import optimizers_in
 
 __all__ = ["SCHEDULE_FREE", "advice", "refusal", "refusal_of_holder"]
@@ -94,7 +97,8 @@ def refusal_of_holder(function: str, given: Any) -> str | None:
     """
     held, kind = optimizers_in(given), type(given)
     if not held:
-        if isinstance(given, type) or not callable(getattr(given, "step", None)):
+        other = isinstance(given, (type, nn.Module, torch.amp.GradScaler))
+        if other or not callable(getattr(given, "step", None)):
             return None
         return (
             f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."

@@ -31,6 +31,10 @@ _REPLACED = frozenset(
 )
 
 
+# Errors that say nothing about the class whose step raises them.
+_OF_THE_MACHINE = (MemoryError, OSError, torch.OutOfMemoryError)
+
+
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes that the optimizer's own class reads and writes, hooks excepted."""
     return {
@@ -170,13 +174,14 @@ class Runner:
         except BaseException as error:
             if self._backup is not None:
                 self._backup.restore()
-            compiled = ", and its first steps run uncompiled" if follow else ""
-            add_note(
-                error,
-                f"torch_bf16 runs the step of {self._kind.__name__} on float32 copies of its "
-                f"parameters{compiled}. A class that needs bfloat16 ones, or reads their bits, "
-                "cannot be converted: train in float32, or use another optimizer",
-            )
+            if isinstance(error, Exception) and not isinstance(error, _OF_THE_MACHINE):
+                compiled = ", and its first steps run uncompiled" if follow else ""
+                add_note(
+                    error,
+                    f"torch_bf16 runs the step of {self._kind.__name__} on float32 copies of its "
+                    f"parameters{compiled}. A class that needs bfloat16 ones, or reads their bits, "
+                    "cannot be converted: train in float32, or use another optimizer",
+                )
             raise
         if meetings is not None:
             meetings.finish(_shared_states(instance.state))
