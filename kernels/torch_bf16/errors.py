@@ -20,6 +20,7 @@ __all__ = [
     "check_torch",
     "described",
     "first_line",
+    "full_name",
     "is_partial",
     "mark_partial",
     "partial_if_begun",
@@ -86,6 +87,11 @@ def first_line(error: BaseException, message: str | None = None) -> str:
     """
     text = str(error) if message is None else message
     return (text.strip().splitlines() or [type(error).__name__])[0]
+
+
+def full_name(kind: type) -> str:
+    """The name of a class with its module's."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def with_article(each: object) -> str:

@@ -143,25 +143,25 @@ class OfBF16(torch.optim.SGD):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("CUDA")])
-def test_what_ends_an_own_step_from_outside_is_not_blamed_on_its_class(error, monkeypatch):
-    monkeypatch.setattr(OfBF16, "error", error)
+def step_of_bf16():
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = convert(OfBF16([parameter], lr=0.1), "bf16-stochastic")
     parameter.data = parameter.bfloat16()
     parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("CUDA")])
+def test_what_ends_an_own_step_from_outside_is_not_blamed_on_its_class(error, monkeypatch):
+    monkeypatch.setattr(OfBF16, "error", error)
     with pytest.raises(type(error)) as caught:
-        optimizer.step()
+        step_of_bf16()
     assert not hasattr(caught.value, "__notes__")
 
 
 def test_an_own_step_that_fails_is_said_to_run_on_fp32_copies():
-    parameter = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = convert(OfBF16([parameter], lr=0.1), "bf16-stochastic")
-    parameter.data = parameter.bfloat16()
-    parameter.grad = torch.ones_like(parameter)
     with pytest.raises(TypeError) as caught:
-        optimizer.step()
+        step_of_bf16()
     (note,) = caught.value.__notes__
     assert "the step of OfBF16 on float32 copies" in note
     assert "its first steps run uncompiled" in note

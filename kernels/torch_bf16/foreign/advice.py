@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torch_bf16.engine.wrappers import optimizers_in
+from torch_bf16.errors import full_name
 
 __all__ = ["SCHEDULE_FREE", "advice", "refusal", "refusal_of_holder"]
 
@@ -73,7 +74,7 @@ def advice(kind: type, eight_bit: str | None = None) -> str:
         kind: the class.
         eight_bit: the name of our class with the same arithmetic if its moments have 8 bits.
     """
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = full_name(kind)
     if eight_bit is not None:
         return (
             f"torch_bf16.{eight_bit} keeps its moments in 8 bits, too (6.2 bytes per "
@@ -84,8 +85,7 @@ def advice(kind: type, eight_bit: str | None = None) -> str:
 
 def refusal(kind: type, why: str, eight_bit: str | None = None) -> str:
     """The message for a class that cannot be converted; arguments as of :func:`advice`."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return f"{name} cannot be converted: {why}. {advice(kind, eight_bit)}"
+    return f"{full_name(kind)} cannot be converted: {why}. {advice(kind, eight_bit)}"
 
 
 def refusal_of_holder(function: str, given: Any) -> str | None:
@@ -101,15 +101,15 @@ def refusal_of_holder(function: str, given: Any) -> str | None:
         if other or not callable(getattr(given, "step", None)):
             return None
         return (
-            f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."
-            f"{kind.__qualname__} is none, so that its parameters and states are not known. Train "
-            "in float32, or use an optimizer of torch.optim. Nothing was changed"
+            f"{function} takes an instance of torch.optim.Optimizer, and {full_name(kind)} "
+            "is none, so that its parameters and states are not known. Train in float32, or use "
+            "an optimizer of torch.optim. Nothing was changed"
         )
     what = advice(kind)
     if what == _OTHERS:
         attribute, optimizer = next(iter(held.items()))
         what = f"Pass the {type(optimizer).__name__} in its attribute {attribute} instead"
     return (
-        f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."
-        f"{kind.__qualname__} is none, though it holds one. {what}"
+        f"{function} takes an instance of torch.optim.Optimizer, and {full_name(kind)} is "
+        f"none, though it holds one. {what}"
     )

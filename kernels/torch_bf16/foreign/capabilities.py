@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.errors import full_name
 from torch_bf16.parameters import parameters_of
 
 from .advice import refusal
@@ -93,7 +94,7 @@ def is_elementwise(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], traits: Traits
 ) -> bool:
     """Whether parts of a tensor can step separately, according to the user or the known classes."""
-    is_listed = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE
+    is_listed = full_name(kind) in ELEMENTWISE
     return traits.elementwise or (is_listed and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
 
 
@@ -116,7 +117,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             f"its constructor has put the hook {name} on its parameters, which works on gradients "
             "and weights in backward(), outside of step(), where no recipe reaches them"
         )
-    if f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _OF_BF16:
+    if full_name(type(optimizer)) in _OF_BF16:
         return "its step asserts that weights are bfloat16, and each step gets float32 copies"
     if others := overridden(optimizer):
         return (

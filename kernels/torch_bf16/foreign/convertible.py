@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers, optimizers_in
+from torch_bf16.errors import full_name
 from torch_bf16.model.kept_fp32 import fp32_parameters
 from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adagrad import Adagrad, RMSprop
@@ -233,7 +234,7 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
         NotImplementedError: it has options that our class lacks, or has stepped already.
     """
     kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = full_name(kind)
     if (free := SCHEDULE_FREE.get(name)) is not None:
         return {each.__name__: each for each in (AdamWScheduleFree, SGDScheduleFree)}[free]
     ours, named = CONVERTIBLE.get(kind), eight_bit(optimizer)
