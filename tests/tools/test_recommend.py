@@ -2,12 +2,15 @@
 
 import json
 import math
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from torch_bf16 import get_recipe
+from torch_bf16.environment import options_from_environment
 from torch_bf16.model import kept_fp32
 from torch_bf16.tools.recommend import models
 from torch_bf16.tools.recommend.lines import launch_line, lines
@@ -245,6 +248,27 @@ def test_a_launcher_trains_what_is_not_changed():
             line = launch_line(host, chosen, command)
             assert line == f"BF16_MODE=bf16-stochastic {option}{command}"
         assert launch_line("pytorch", chosen, command) is None
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_what_the_script_keeps_in_fp32_stands_in_what_to_write(host):
+    chosen = judge([seen(update=1e-2)]).chosen
+    kept = replace(chosen, options={"keep_fp32": ["head", "*.router", torch.nn.LayerNorm]})
+    line = lines(host, kept, "python train.py")[1]
+    assert 'keep_fp32=["head", "*.router", LayerNorm]' in line
+    compile(line, "lines", "exec")
+    assert launch_line(host, kept, "python train.py") is None
+
+
+def test_a_shell_is_told_patterns_and_does_not_expand_them():
+    chosen = judge([seen(update=1e-2)]).chosen
+    kept = replace(chosen, options={"keep_fp32": ["head", "*.router"]})
+    variable = "BF16_KEEP_FP32='head,*.router'"
+    line = launch_line("lightning", kept, "python train.py")
+    assert line == f"BF16_MODE=bf16-stochastic {variable} python train.py"
+    assert lines("trainer", kept, "python train.py")[0].endswith(variable)
+    parsed = options_from_environment(dict([shlex.split(line)[1].split("=")]))
+    assert parsed == {"keep_fp32": ("head", "*.router")}
 
 
 def test_each_layer_has_a_name_of_its_own():

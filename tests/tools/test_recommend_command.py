@@ -146,8 +146,9 @@ def test_what_stays_in_fp32_loses_nothing(name, capsys, here):
     _, found, _ = recommend(capsys, f"mine_to_train:{name}", "-n", "4")
     exact = {each["name"].removeprefix("inner."): each["exact"] for each in found["layers"]}
     assert exact == {"net.0": True, "net.1": True, "net.2.weight": False, "net.2.bias": True}
-    said = 'what keep_fp32=("net.0",) keeps in fp32'
+    said, written = 'what keep_fp32=["net.0"] keeps in fp32', ', keep_fp32=["net.0"]))'
     assert any(said in note for note in found["notes"]) == (name == "kept")
+    assert found["lines"][-1].endswith(written) == (name == "kept")
     held = {each["name"]: each["bytes"] for each in found["recipes"]}
     # Of the 64 weights that are rounded.
     assert held["bf16+8"] - held["bf16-stochastic"] == 64

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .verdict import Candidate
 
-__all__ = ["launch_line", "lines"]
+__all__ = ["launch_line", "lines", "literal"]
 
 _PLUGINS = {
     "lightning": ("lightning_bf16", "Trainer"),
@@ -25,8 +27,7 @@ def lines(host: str, candidate: Candidate, command: str) -> list[str]:
         command: the command that starts the training.
     """
     mode, options = candidate.mode, candidate.options
-    named = "".join(f", {name}={value!r}" for name, value in options.items())
-    named = named.replace("'", '"')
+    named = "".join(f", {name}={literal(value)}" for name, value in options.items())
     if host in _PLUGINS:
         package, kind = _PLUGINS[host]
         if not options:
@@ -58,6 +59,9 @@ def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
         candidate: the recipe.
         command: the command that starts the training: ``python`` and its arguments.
     """
+    kept = candidate.options.get("keep_fp32", ())
+    if len(_patterns(kept)) < len(kept):
+        return None
     if host in _PLUGINS:
         return " ".join([f"BF16_MODE={candidate.mode}", *_variables(candidate.options), command])
     if host not in ("trainer", "accelerate"):
@@ -68,5 +72,21 @@ def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
     return f"{launched} {command.removeprefix('python ')}"
 
 
-def _variables(options: Mapping[str, str]) -> list[str]:
-    return [f"BF16_{key.upper()}={each}" for key, each in options.items()]
+def _variables(options: Mapping[str, Any]) -> list[str]:
+    """Assignments for a shell, in which classes of modules have no name."""
+    words = {
+        name: value if isinstance(value, str) else ",".join(_patterns(value))
+        for name, value in options.items()
+    }
+    return [f"BF16_{name.upper()}={shlex.quote(word)}" for name, word in words.items() if word]
+
+
+def _patterns(keep_fp32: Sequence[str | type]) -> list[str]:
+    return [key for key in keep_fp32 if isinstance(key, str)]
+
+
+def literal(value: Any) -> str:
+    """An option's value as one writes it in Python."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(literal, value))}]"
+    return value.__name__ if isinstance(value, type) else f'"{value}"'

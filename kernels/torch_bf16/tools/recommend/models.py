@@ -64,7 +64,7 @@ class Models:
         self.roots: list[nn.Module] = []
         self.passing: dict[str, Passing] = {}
         self.measuring = False
-        self.kept: list[str] = []
+        self.kept: list[str | type] = []
         self._names: dict[int, str] = {}
         self._in_fp32: set[int] = set()
         self._prefixes: list[str] = []
@@ -88,7 +88,8 @@ class Models:
                 self.roots.append(root)
                 self._prefixes.append(prefix)
                 self._in_fp32 |= _staying(root)
-                self.kept += _kept(root)
+                keys = (key for recipe in cast_recipes(root) for key in recipe.keep_fp32)
+                self.kept += [key for key in dict.fromkeys(keys) if key not in self.kept]
                 for name, each in named.items():
                     self._names.setdefault(id(each), prefix + bare_name(name))
 
@@ -134,12 +135,6 @@ def _staying(root: nn.Module) -> set[int]:
     if is_of_cast_model(root):
         staying |= {id(p) for p in root.parameters() if p.dtype == torch.float32}
     return staying
-
-
-def _kept(root: nn.Module) -> list[str]:
-    """The entries of ``keep_fp32`` by which a model was cast, for people."""
-    keys = dict.fromkeys(key for recipe in cast_recipes(root) for key in recipe.keep_fp32)
-    return [f'"{key}"' if isinstance(key, str) else key.__name__ for key in keys]
 
 
 def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch_bf16.tools.estimate.memory import Memory
@@ -12,7 +13,7 @@ from torch_bf16.tools.output import number, print_sentences, print_table, share
 from torch_bf16.tools.sampling import STALLING
 
 from .host import Host
-from .lines import launch_line, lines
+from .lines import launch_line, lines, literal
 from .observation import Observation
 from .ranges import ranges
 from .reasons import megabytes, reasons
@@ -45,6 +46,8 @@ def record(
     """
     host = found.host or Host("pytorch")
     rates = [abs(lr) for run in found.rates for row in run for lr in row if not math.isnan(lr)]
+    kept = {"keep_fp32": found.models.kept} if found.models.kept else {}
+    chosen = replace(verdict.chosen, options={**verdict.chosen.options, **kept})
     peak, total = max(rates, default=None), max(len(each) for each in found.rates)
     content = {
         "schema": 1,
@@ -62,8 +65,8 @@ def record(
         "spacings_per_step": rounded(verdict).spacings() / total,
         "thresholds": {"distance": DISTANCE, "layer_distance": LAYER_DISTANCE},
         "recommended": verdict.chosen.name,
-        "lines": lines(host.name, verdict.chosen, command),
-        "launch": launch_line(host.name, verdict.chosen, command),
+        "lines": lines(host.name, chosen, command),
+        "launch": launch_line(host.name, chosen, command),
         "recipes": _recipes(verdict, held, peak),
         "layers": [_layer(each, total) for each in verdict.layers],
         "ranges": ranges(verdict, found.models.passing),
@@ -80,10 +83,12 @@ def record(
             "BaseException:`, and went on until its next step or its own end; `except Exception:` "
             "lets it pass"
         )
-    if found.models.kept:
+    if kept:
+        has_classes = any(isinstance(key, type) for key in found.models.kept)
         notes.append(
-            f"what keep_fp32=({', '.join(found.models.kept)},) keeps in fp32 was judged as such: "
-            "write that option beside the recipe, too"
+            f"what keep_fp32={literal(found.models.kept)} keeps in fp32 was judged as such, so the "
+            "lines to write repeat it"
+            + (", but for classes of modules, which a shell cannot name" if has_classes else "")
         )
     if found.infinite:
         notes.append(f"{found.infinite} steps with gradients that are not finite were left out")

@@ -27,6 +27,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.tools.sampling import layer_of
@@ -68,7 +69,7 @@ class Candidate:
 
     name: str
     mode: str
-    options: dict[str, str]
+    options: dict[str, Any]
     distance: float
     worst: tuple[str, float] | None
 
