@@ -122,11 +122,16 @@ def _states_by_number(
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of the weight that a state is of; None if it has no tensors.
+
+    Some optimizers keep flattened tensors, means of rows or scalars, too.
+    """
+    shapes = []
     for name, each in state.items():
         if isinstance(each, SavedTensor) and not name.endswith("_scale"):
             codes = each.dtype in (torch.int8, torch.uint8) and f"{name}_scale" in state
-            return each.shape[:-1] if codes and each.shape[-1:] == (1,) else each.shape
-    return None
+            shapes.append(each.shape[:-1] if codes and each.shape[-1:] == (1,) else each.shape)
+    return max(shapes, key=len, default=None)
 
 
 def _order(saved: Saved) -> Sequence[str] | None:

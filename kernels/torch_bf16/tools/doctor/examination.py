@@ -14,8 +14,9 @@ from torch_bf16.sharding import bare_name
 
 from .assignment import State, assign_states
 from .exact import Read, has_master, hides_bits, weight
+from .known_updates import steps_taken
 from .movement import Movement, movement
-from .next_update import NextUpdate, Rounding, finite, next_update, rounding
+from .next_update import NextUpdate, Rounding, next_update, rounding
 
 __all__ = ["Examination", "Examined", "examine"]
 
@@ -262,8 +263,8 @@ def _inner(name: str) -> str:
 def _steps(before: Saved | None, after: Saved, states: dict[str, State]) -> int | None:
     last = after.step
     if last is None:
-        counted = (finite(state.get("step"), -1) for state, *_ in states.values())
-        last = max((int(step) for step in counted if step >= 0), default=None)
+        counted = [steps_taken(state, group) for state, group, _ in states.values()]
+        last = max(counted, default=0) or None
     if last is None or before is None:
         return last
     return None if before.step is None or last <= before.step else last - before.step

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_bf16.checkpoints.reader import SavedTensor
-from torch_bf16.rules.weight_decay import decay_per_lr
 
-from .exact import CHUNK, Read, has_master, hides_bits, moment
+from .exact import CHUNK, Read, has_master, hides_bits
+from .known_updates import finite, known_update, steps_taken
 from .movement import half_spacings
 
-__all__ = ["NextUpdate", "Rounding", "finite", "next_update", "rounding"]
+__all__ = ["NextUpdate", "Rounding", "next_update", "rounding"]
 
 Rounding = str
 """``"nearest"``, ``"stochastic"``, ``"none"`` if weights have more bits than bf16 or the lost bits
 are kept, or ``"unknown"``."""
-
-# Options of SGD and of RMSprop, whose buffer is the update. Muon and others make theirs from it.
-_UPDATE_IS_BUFFER = ("dampening", "centered")
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def next_update(
     shape: Sequence[int],
     lr: float | None,
 ) -> NextUpdate | None:
-    """The next update of Adam's kind, or of SGD or RMSprop with momentum; None for any other.
+    """The next update of a weight; None if :func:`.known_update` does not know it.
 
     Args:
         weight: reads its elements as fp32.
@@ -86,8 +82,7 @@ def next_update(
     """
     rate = finite(group.get("lr"), 0.0) or finite(group.get("initial_lr"), 0.0)
     rate = rate if lr is None else lr
-    step = int(finite(state.get("step"), 0.0))
-    update = _update(state, group, shape, rate, step)
+    update = known_update(state, group, shape, rate)
     numel = prod(shape)
     if update is None or not rate or not numel:
         return None
@@ -103,37 +98,5 @@ def next_update(
         below += int((d.abs() < half_spacings(w)).sum())
     if not squares:
         return None
-    return NextUpdate(math.sqrt(squares / numel), product / squares, below / numel, rate, step)
-
-
-def _update(
-    state: Mapping[str, Any], group: Mapping[str, Any], shape: Sequence[int], lr: float, step: int
-) -> Callable[[Tensor, int, int], Tensor] | None:
-    first, second, buffer = (
-        moment(state, name, shape) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-    )
-    if buffer is not None and any(key in group for key in _UPDATE_IS_BUFFER):
-        return lambda w, start, stop: buffer(start, stop) * -lr
-    betas = group.get("betas")
-    if first is None or second is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        return None
-    rates = [min(max(finite(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
-    bias1, bias2 = (1 - beta ** max(step, 1) for beta in rates)
-    eps = finite(group.get("eps"), 1e-8)
-    options = ("weight_decay", "fully_decoupled_weight_decay")
-    decay = decay_per_lr({key: finite(group.get(key), 0.0) for key in options})
-    # A decay that is not decoupled is in the moments.
-    decay = decay if group.get("decoupled_weight_decay", True) else 0.0
-
-    def adam(w: Tensor, start: int, stop: int) -> Tensor:
-        root = second(start, stop).div_(bias2).sqrt_().add_(eps)
-        return first(start, stop).div_(bias1).div_(root).add_(w, alpha=decay).mul_(-lr)
-
-    return adam
-
-
-def finite(value: Any, default: float) -> float:
-    """A number of a checkpoint; ``default`` if it is anything else, NaN or infinite."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
+    size, step = math.sqrt(squares / numel), steps_taken(state, group)
+    return NextUpdate(size, product / squares, below / numel, rate, step)
