@@ -44,6 +44,20 @@ def test_a_record_is_drawn_without_anything_of_the_day(
         assert "<svg" in first.read_text()
 
 
+@pytest.mark.parametrize("name", ["bytes", "gpu-steps"])
+def test_the_numbers_of_a_figure_are_those_of_the_newest_record(
+    figures: ModuleType, name: str, tmp_path: Path
+) -> None:
+    """Otherwise: python docs/figures.py, as after each ``make gpu``."""
+    figures.main([name, "--folder", str(tmp_path)])
+    for style in figures.STYLES:
+        path = f"{name}-{style}.svg"
+        drawn, committed = ((folder / path).read_text() for folder in (tmp_path, figures.FOLDER))
+        words = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
+        assert len(words) > 10
+        assert words == re.findall(r"<text[^>]*>([^<]+)</text>", committed)
+
+
 def test_a_figure_that_there_is_not_is_refused_by_name(figures: ModuleType, capsys) -> None:
     with pytest.raises(SystemExit):
         figures.main(["bytes", "nix"])
