@@ -16,7 +16,7 @@ import torch_bf16
 from lightning_bf16.deepspeed import DeepSpeedMixin
 from lightning_bf16.precision import PrecisionMixin
 
-from .private_attributes import validate_setup
+from .private_attributes import validate_setup, wrapped_module
 
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
@@ -91,7 +91,8 @@ def _add_module(fabric: Any, plugin: Any, module: Any, optimizers: Iterable[Any]
 
     ``optimizers``, set up with the module, take over from earlier ones of the same parameters.
     """
-    wrapped, bare = module._forward_module, getattr(module.module, "_orig_mod", module.module)
+    wrapped, given = module._forward_module, wrapped_module(module)
+    bare = getattr(given, "_orig_mod", given)
     plugin.sync_masters(wrapped, fabric.strategy)
     known = _set_up.setdefault(plugin, _SetUp())
     known.modules[wrapped] = ref(bare)

@@ -14,6 +14,7 @@ __all__ = [
     "syncs_module_states",
     "validate_setup",
     "widen_averages",
+    "wrapped_module",
 ]
 
 
@@ -39,6 +40,14 @@ def validate_setup(fabric: Any, module: Module | None, optimizers: Any) -> None:
         fabric._validate_setup_optimizers(optimizers)
     else:
         fabric._validate_setup(module, optimizers)
+
+
+def wrapped_module(fabric_module: Any) -> Module:
+    """The module that was given to ``fabric.setup``.
+
+    Fabric's own property asks it for its truth, which a compiled module without a length refuses.
+    """
+    return fabric_module._original_module
 
 
 def cast_lottery_tickets(trainer: Any) -> None:

@@ -49,9 +49,13 @@ def install(folder: Path, requirements: Iterable[str]) -> None:
 
 
 def variables(
-    way: str, outcomes: Path, path: Iterable[Path | str], until: float | None = None
+    way: str,
+    host: str,
+    outcomes: Path,
+    path: Iterable[Path | str],
+    until: float | None = None,
 ) -> dict[str, str]:
-    """The environment of one way to run a suite."""
+    """The environment of one way to run the suite of a host."""
     unset = ("ACCELERATE_", "BF16_", "PL_", "LT_")
     found = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
     found["PYTHONPATH"] = os.pathsep.join(map(str, path))
@@ -61,8 +65,8 @@ def variables(
     if way == BASE:
         found["BF16_AUTOLOAD"] = "0"
     elif way in MODES:
-        # Accelerate's variable, and that of our plugin of pytest for Lightning.
-        found["BF16_MODE"] = found["BF16_SUITE_MODE"] = way
+        # Our plugin of pytest, for Lightning; BF16_MODE would refuse other precisions by name.
+        found["BF16_SUITE_MODE" if host == "lightning" else "BF16_MODE"] = way
     return found
 
 
@@ -97,7 +101,7 @@ class Runs:
         command += ["-p", "suite_plugin", "--continue-on-collection-errors"]
         command += list(tests) or ["-k", self.suite.selected, *self.suite.tests]
         outcomes, log = (self.folder / f"{way}{label}.{kind}" for kind in ("jsonl", "log"))
-        environment = variables(way, outcomes, self.path, self.until)
+        environment = variables(way, self.suite.host, outcomes, self.path, self.until)
         for _ in range(LIVES):
             if self.until is not None and time.time() > self.until:
                 sys.exit(UNFINISHED)

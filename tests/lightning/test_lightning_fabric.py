@@ -48,6 +48,19 @@ def test_setup_converts_optimizer_and_module_in_place(fabric, mode):
     assert [id(p) for p in adamw.param_groups[0]["params"]] == [id(p) for p in parameters]
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_compiled_module_is_set_up_whether_fabric_compiles_it_again_or_not(fabric, again):
+    """A compiled module without a length raises if it is asked for its truth."""
+    linear = torch.nn.Linear(8, 4)
+    compiled = torch.compile(linear, backend="eager")
+    adamw = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(compiled, adamw, _reapply_compile=again)
+    train(fabric, model, optimizer, batches(2))
+    assert linear.weight.dtype == torch.bfloat16
+    assert isinstance(adamw, torch_bf16.AdamW)
+    assert linear.weight in adamw.state
+
+
 def test_training_lowers_an_fp32_loss(fabric):
     model, optimizer = fabric.setup(*made())
     losses = train(fabric, model, optimizer, batches(2, repeat=20))
