@@ -250,8 +250,10 @@ class PrecisionMixin(_Base):
                 ". With precision='32-true' or 'bf16-mixed' Lightning uses it unchanged"
                 * isinstance(error, NotImplementedError)
             )
+            # Of what that call was given; the module is another matter.
+            said = str(error).removesuffix(". Nothing was changed")
             raise type(error)(
-                f"precision={self.mode!r}: {error}{unchanged}. Nothing was trained"
+                f"precision={self.mode!r}: {said}{unchanged}. Nothing was trained"
                 + ", but the parameters of your module are bf16 by now: create or load it again"
                 * cast
             ) from error

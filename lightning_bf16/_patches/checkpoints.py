@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torch_bf16
-from lightning_bf16.precision import PrecisionMixin
+from lightning_bf16 import precision
 
 from .private_attributes import widen_averages
 from .weight_averaging import trained_weights
@@ -23,7 +23,7 @@ def save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def _save_checkpoint(trainer: Any, *args: Any, **options: Any) -> None:
-        if not isinstance(trainer.precision_plugin, PrecisionMixin):
+        if not isinstance(trainer.precision_plugin, precision.PrecisionMixin):
             original(trainer, *args, **options)
             return
         with trained_weights(trainer), torch_bf16.averaged(*trainer.optimizers):
@@ -42,7 +42,7 @@ def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
 
     def _load_model_state_dict(strategy: Any, *args: Any, **kwargs: Any) -> None:
         plugin, module = strategy.precision_plugin, strategy.lightning_module
-        ours = isinstance(plugin, PrecisionMixin) and module.trainer.state.fn == "fit"
+        ours = isinstance(plugin, precision.PrecisionMixin) and module.trainer.state.fn == "fit"
         if ours and any(p.dtype == torch.bfloat16 for p in module.parameters()):
             plugin.cast(module)
             widen_averages(module.trainer)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 import torch_bf16
-from lightning_bf16.precision import PrecisionMixin
+from lightning_bf16 import precision
 
 __all__ = ["choose"]
 
@@ -31,7 +31,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
         if mode := torch_bf16.mode_from_environment():
             name = _override(mode, name, passed)
         named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
-        if not named and not isinstance(passed, PrecisionMixin):
+        if not named and not isinstance(passed, precision.PrecisionMixin):
             return original(connector)
         host = importlib.import_module(f"lightning_bf16.{family[-1]}")
         plugin_class = host.BF16Precision
@@ -64,7 +64,7 @@ def _override(mode: str, name: Any, passed: Any) -> str:
     own, current = f"precision={name!r}", name
     if passed is not None:
         own = f"the plugin {type(passed).__name__}"
-        current = passed.mode if isinstance(passed, PrecisionMixin) else None
+        current = passed.mode if isinstance(passed, precision.PrecisionMixin) else None
     if current == mode:
         return mode
     if passed is not None or name not in _OVERRIDDEN:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 import torch_bf16
+from lightning_bf16 import precision
 from lightning_bf16.deepspeed import DeepSpeedMixin
-from lightning_bf16.precision import PrecisionMixin
 
 from .private_attributes import validate_setup, wrapped_module
 
@@ -39,8 +39,9 @@ def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def method(fabric: Any, *args: Any, **options: Any) -> Any:
             plugin = fabric.strategy.precision
+            ours = isinstance(plugin, precision.PrecisionMixin)
             # DeepSpeed's engine gets its optimizer from the strategy.
-            if not isinstance(plugin, PrecisionMixin) or isinstance(plugin, DeepSpeedMixin):
+            if not ours or isinstance(plugin, DeepSpeedMixin):
                 return original(fabric, *args, **options)
             return replacement(partial(original, fabric), fabric, plugin, *args, **options)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_bf16.precision import PrecisionMixin
+from lightning_bf16 import precision
 
 __all__ = ["setup", "swap_models", "trained_weights"]
 
@@ -32,7 +32,7 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def _swap_models(callback: Any, module: Any) -> None:
-        if not isinstance(module.trainer.precision_plugin, PrecisionMixin):
+        if not isinstance(module.trainer.precision_plugin, precision.PrecisionMixin):
             original(callback, module)
             return
         weights = _tensors(module)

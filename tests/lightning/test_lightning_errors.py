@@ -131,6 +131,24 @@ def test_an_optimizer_that_was_made_with_another_recipe_is_refused(mode, recipe,
         fabric.setup_optimizers(optimizer)
 
 
+def test_an_option_that_an_optimizer_cannot_have_leaves_one_word_on_what_was_changed():
+    """That nothing was changed holds for the optimizer, and not for the module."""
+
+    class OwnSGD(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    def configure_optimizers(self):
+        return OwnSGD(self.parameters(), lr=0.1)
+
+    module = make_module(host(TRAINERS[0]), configure_optimizers=configure_optimizers)
+    plugin = lightning_bf16.BF16Precision(offload="states")
+    with pytest.raises(NotImplementedError, match="Leave offload out") as refused:
+        make_trainer(host(TRAINERS[0]), plugins=[plugin]).fit(module, batches(1))
+    assert "Nothing was changed" not in str(refused.value)
+    assert str(refused.value).endswith("are bf16 by now: create or load it again")
+
+
 @pytest.mark.parametrize("plugin_given", [False, True], ids=["by-name", "by-plugin"])
 def test_strategies_that_cannot_be_used_are_refused_by_name(pl, plugin_given):
     name = "XLAStrategy"

@@ -55,6 +55,12 @@ import lightning_bf16
     assert done.returncode == 0, done.stderr
 
 
+def test_the_mixin_may_be_imported_before_any_host(run):
+    """Patches refer to it, and it to them."""
+    done = run("import lightning_bf16.precision", BF16_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_import_before_the_host_works_with_pytorch_lightning_alone_and_no_entry_points(run):
     code = """
 import sys
