@@ -9,6 +9,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+
+from torch_bf16 import numerics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -79,3 +82,19 @@ def test_second_moments_are_what_the_page_says(figures: ModuleType) -> None:
     assert f"fp32 has come down to {exact[-1]:.3f}" in text
     assert rounded[-1] == pytest.approx(exact[-1], rel=0.01)
     assert nearest[-1] == nearest[999]
+
+
+def test_first_moments_are_what_the_page_says() -> None:
+    said = re.search(r"of 0.99, 0.995 and 0.999 stop at ([\d.]+), ([\d.]+) and ([\d.]+)\.", page())
+    ends = []
+    for beta in (0.99, 0.995, 0.999):
+        mean = torch.zeros(1)
+        for _ in range(3000):
+            mean = numerics.bf16_nearest(mean + (1 - mean) * (1 - beta)).float()
+        ends.append(f"{mean.item():.2f}")
+    assert ends == list(said.groups())
+    varied, generator = torch.zeros(4096), torch.Generator().manual_seed(0)
+    for _ in range(6000):
+        gradient = 1 + torch.randn(4096, generator=generator)
+        varied = numerics.bf16_nearest(varied + (gradient - varied) * 0.001).float()
+    assert 0.95 < varied.mean().item() < 1.0
