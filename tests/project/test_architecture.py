@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,16 @@ def public_names() -> set[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     raise AssertionError("torch_bf16/__init__.py has no literal __all__")
+
+
+def test_the_readme_of_the_kernels_lists_each_room_below_what_it_imports() -> None:
+    text = (ROOT / "kernels" / "README.md").read_text()
+    _, _, table = text.partition("| room | what it answers |")
+    rows = [line.split("|")[1] for line in table.split("\n\n")[0].splitlines() if "`" in line]
+    rooms = [name for row in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", row)]
+    assert [*map(layer_of, rooms)] == sorted(map(layer_of, rooms))
+    listed = {name for row in LAYERS for name in row if not name.startswith("__")}
+    assert sorted(rooms) == sorted(listed)
 
 
 def test_autoload_imports_the_standard_library_only_at_import() -> None:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PROOFS = [
     file
     for file in sorted((ROOT / "tests" / "proofs").glob("*.py"))
-    if "__main__" in file.read_text() and file.stem != "hosts_worker"
+    if "__main__" in file.read_text() and file.stem != "two_machines_worker"
 ]
 TEXTS = [
     file.read_text()

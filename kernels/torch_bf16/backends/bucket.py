@@ -11,15 +11,8 @@ from torch import Tensor
 
 from torch_bf16 import rules
 from torch_bf16.formats import BF16_NEAREST, FP32, Format
-from torch_bf16.numerics.counter_rng import (
-    FIRST_MOMENT,
-    GRADIENT,
-    SECOND_MOMENT,
-    WEIGHT,
-    Draw,
-    stream_base,
-    tensor_key,
-)
+from torch_bf16.numerics import counter_rng
+from torch_bf16.numerics.counter_rng import Draw, stream_base, tensor_key
 from torch_bf16.rules import Rule
 
 from .totals import Totals
@@ -27,14 +20,14 @@ from .totals import Totals
 __all__ = ["Bucket", "Variant"]
 
 _DRAWS = {
-    rules.WEIGHTS: WEIGHT,
-    rules.GRADIENT: GRADIENT,
-    rules.FIRST_MOMENT: FIRST_MOMENT,
-    rules.SECOND_MOMENT: SECOND_MOMENT,
+    rules.WEIGHTS: counter_rng.WEIGHT,
+    rules.GRADIENT: counter_rng.GRADIENT,
+    rules.FIRST_MOMENT: counter_rng.FIRST_MOMENT,
+    rules.SECOND_MOMENT: counter_rng.SECOND_MOMENT,
     # Only in rules without a first moment.
-    rules.ITERATE: FIRST_MOMENT,
+    rules.ITERATE: counter_rng.FIRST_MOMENT,
     # Never used: its format is fp32.
-    rules.EXACT: FIRST_MOMENT,
+    rules.EXACT: counter_rng.FIRST_MOMENT,
 }
 
 

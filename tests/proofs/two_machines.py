@@ -1,10 +1,10 @@
-"""Training over two hosts, which are two network namespaces of this one.
+"""Training over two machines, which are two network namespaces of this one.
 
-    sudo python tests/proofs/hosts.py
+    sudo python tests/proofs/two_machines.py
 
-Plain torch and Lightning by torchrun, Accelerate by its launcher: replicas on two hosts are
-bit-identical and equal one host with as many processes. Then torchrun with ``--nnodes 1:2``: a
-worker is killed and its host goes, and the other goes on alone from the last checkpoint, to the
+Plain torch and Lightning by torchrun, Accelerate by its launcher: replicas on two machines are
+bit-identical and equal one machine with as many processes. Then torchrun with ``--nnodes 1:2``: a
+worker is killed and its machine goes, and the other goes on alone from the last checkpoint, to the
 bits of a run that nothing happened to. Exits with 1 where anything differs. Needs root and
 Linux, to make the namespaces; they are removed at the end.
 """
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("hosts_worker.py")
+WORKER = Path(__file__).with_name("two_machines_worker.py")
 NAMES = [f"bf16-{os.getpid()}-{n}" for n in (0, 1)]
 CARDS = [f"bf{os.getpid()}h{n}" for n in (0, 1)]
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]

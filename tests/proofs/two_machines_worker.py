@@ -1,8 +1,8 @@
-"""One rank of a run over hosts: ``hosts_worker.py WAY FOLDER``; ranks as torchrun's.
+"""One rank of a run over machines: ``two_machines_worker.py WAY FOLDER``; ranks as torchrun's.
 
 WAY is ``torch``, ``lightning`` or ``accelerate``, trained with DDP on data of each rank's own, or
-``elastic``: given gradients, a checkpoint after each step, and in the first life the host of rank
-1 is lost: its agent and its worker are killed.
+``elastic``: given gradients, a checkpoint after each step, and in the first life the machine of
+rank 1 is lost: its agent and its worker are killed.
 What a rank ends with is written to ``FOLDER/WAY-RANK.json`` as a digest.
 """
 
