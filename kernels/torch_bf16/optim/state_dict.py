@@ -22,6 +22,7 @@ from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import (
+    MASTERS,
     from_view,
     gatherable,
     is_stand_in,
@@ -103,7 +104,11 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
                 # Before the first step: the bits that the cast took are stored nowhere else.
                 label = functools.partial(optimizer.label, number, position)
-                states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
+                state = optimizer._complete({}, shard, group, label, Changes())
+                if not parameter.requires_grad:
+                    # A frozen base would pay for moments, also in memory once they are loaded.
+                    state = _masters_of(state)
+                states[key] = to_view(state)
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
 
@@ -340,7 +345,13 @@ def _read(
                     elif isinstance(state[name], Tensor):
                         # As torch does; states that the rule uses are moved elsewhere.
                         state[name] = state[name].to(parameter.device)
-                yield parameter, optimizer._complete(state, shard, options, label, changes)
+                only_masters = not parameter.requires_grad and state.keys() <= MASTERS
+                state = optimizer._complete(state, shard, options, label, changes)
+                yield parameter, _masters_of(state) if only_masters else state
+
+
+def _masters_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in state.items() if key in MASTERS}
 
 
 def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
