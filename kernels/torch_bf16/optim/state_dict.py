@@ -108,7 +108,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 state = optimizer._complete({}, shard, group, label, Changes())
                 if not parameter.requires_grad:
                     # A frozen base would pay for moments, also in memory once they are loaded.
-                    state = _masters_of(state)
+                    state = planes_of_master(state)
                 states[key] = to_view(state)
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
@@ -365,11 +365,7 @@ def _read(
                         state[name] = state[name].to(parameter.device)
                 only_masters = not parameter.requires_grad and state.keys() <= MASTERS
                 state = optimizer._complete(state, shard, options, label, changes)
-                yield parameter, _masters_of(state) if only_masters else state
-
-
-def _masters_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in state.items() if key in MASTERS}
+                yield parameter, planes_of_master(state) if only_masters else state
 
 
 def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
