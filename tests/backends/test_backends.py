@@ -258,6 +258,28 @@ def test_without_numba_the_eager_backend_steps_and_says_so_once(monkeypatch, cap
         backends._automatic.cache_clear()
 
 
+def test_a_numba_that_a_replaced_print_breaks_leaves_the_step_to_eager(monkeypatch, caplog):
+    from torch_bf16.backends import cpu
+
+    class Finder:
+        def find_spec(self, name, path, target=None):
+            if name == "numba":
+                raise AttributeError("module 'util.misc' has no attribute 'print'")
+
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    cpu._missing.cache_clear()
+    backends._automatic.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "torch_bf16"):
+            assert choose(torch.device("cpu")).name == "eager"
+        assert "AttributeError: module 'util.misc' has no attribute 'print'" in caplog.text
+        assert "import numba at the start of the program" in caplog.text
+    finally:
+        cpu._missing.cache_clear()
+        backends._automatic.cache_clear()
+
+
 def test_numba_without_its_compiler_leaves_the_step_to_eager(monkeypatch):
     from torch_bf16.backends import cpu
 

@@ -12,6 +12,7 @@ from foreign_cases import (
     LoadsByItself,
     exact_weights,
     make_run,
+    momentum_step,
     train,
 )
 from optimizer_cases import bits
@@ -33,6 +34,40 @@ def test_a_class_that_loads_without_torchs_hooks_resumes_bit_for_bit(recipe, ane
     optimizer.load_state_dict(saved[1])
     train(model, optimizer, range(3, 6))
     assert all(map(torch.equal, map(bits, model.parameters()), expected))
+
+
+class CastsWhatItHasLoaded(torch.optim.Optimizer):
+    """Casts states to its weights' dtype once torch has loaded them, as adv_optm's classes do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        momentum_step(
+            self,
+            lambda group, p: self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)),
+        )
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            state["momentum_buffer"] = state["momentum_buffer"].to(p.dtype)
+
+
+def test_states_that_a_class_casts_once_they_are_loaded_keep_their_bits():
+    model, optimizer = make_run(CastsWhatItHasLoaded, "bf16-fp32-master")
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(3, 6))
+    expected = exact_weights(model, optimizer)
+    model, optimizer = make_run(CastsWhatItHasLoaded, "bf16-fp32-master", seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    dtypes = {each["momentum_buffer"].dtype for each in optimizer.state.values()}
+    assert dtypes == {torch.float32}
+    train(model, optimizer, range(3, 6))
+    found = exact_weights(model, optimizer)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplog):

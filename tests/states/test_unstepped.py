@@ -61,3 +61,33 @@ def test_torchs_own_class_goes_on_from_such_a_state_dict():
     plain.step()
     for parameter, before in zip(fp32, weights.values(), strict=True):
         assert (parameter != before).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weights_have_their_masters_alone_until_they_are_trained(kind):
+    def frozen(seed):
+        weights, model, optimizer = start(kind, "bf16-fp32-master", seed)
+        model[0].requires_grad_(False)
+        return weights, model, optimizer
+
+    def train(model, optimizer):
+        model(torch.ones(2, 6).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weights, model, optimizer = frozen(0)
+    train(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _, resumed, other = frozen(1)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    for number, parameter in enumerate(resumed[0].parameters()):
+        assert [*saved[1]["state"][number]] == [*other.state[parameter]] == ["remainder16"]
+    for one, its in ((model, optimizer), (resumed, other)):
+        train(one, its)
+        found = torch_bf16.fp32_state_dict(one, its)
+        assert torch.equal(found["0.weight"], weights["0.weight"])
+        one.requires_grad_(True)
+        train(one, its)
+    ones, others = step(model, optimizer), step(resumed, other)
+    assert all(torch.equal(each, others[name]) for name, each in ones.items())

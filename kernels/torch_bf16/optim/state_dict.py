@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import (
+    MASTERS,
     from_view,
     gatherable,
     is_stand_in,
@@ -103,7 +105,11 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
                 # Before the first step: the bits that the cast took are stored nowhere else.
                 label = functools.partial(optimizer.label, number, position)
-                states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
+                state = optimizer._complete({}, shard, group, label, Changes())
+                if not parameter.requires_grad:
+                    # A frozen base would pay for moments, also in memory once they are loaded.
+                    state = planes_of_master(state)
+                states[key] = to_view(state)
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
 
@@ -137,6 +143,7 @@ def load(
 ) -> None:
     """Load a state dict by torch's own method, but keep it from casting states."""
     loaded: dict[Tensor, dict[str, Any]] = {}
+    exact: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
     was_seen = True
     hooked = False
@@ -161,6 +168,7 @@ def load(
         # Errors of the user's hooks, which follow, come too late for it.
         unchanged.cancel()
         dict.update(optimizer.state, loaded)
+        exact.update({parameter: dict(state) for parameter, state in loaded.items()})
         inherited_masters.keep(optimizer, parameters_of(optimizer))
         set_seen(optimizer.state, was_seen)
         optimizer._engine.invalidate()
@@ -199,9 +207,24 @@ def load(
                 for group, saved in zip(optimizer.param_groups, read["param_groups"], strict=True):
                     group.update({k: each for k, each in saved.items() if k != "params"})
                 put(None)
+            _put_back(optimizer, exact)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _put_back(optimizer: BF16Optimizer, exact: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Put back the fp32 states that a class's own ``load_state_dict`` has cast to bf16.
+
+    Some cast states to their parameter's dtype when torch's method has run, as adv_optm's do.
+    """
+    for parameter, state in exact.items():
+        live = dict.get(optimizer.state, parameter, {})
+        for key, each in state.items():
+            now = live.get(key)
+            cast = isinstance(now, Tensor) and now.dtype == parameter.dtype == torch.bfloat16
+            if cast and isinstance(each, Tensor) and each.dtype == torch.float32:
+                live[key] = each
 
 
 def _watch(optimizer: BF16Optimizer, states: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -340,7 +363,9 @@ def _read(
                     elif isinstance(state[name], Tensor):
                         # As torch does; states that the rule uses are moved elsewhere.
                         state[name] = state[name].to(parameter.device)
-                yield parameter, optimizer._complete(state, shard, options, label, changes)
+                only_masters = not parameter.requires_grad and state.keys() <= MASTERS
+                state = optimizer._complete(state, shard, options, label, changes)
+                yield parameter, planes_of_master(state) if only_masters else state
 
 
 def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:

@@ -26,6 +26,12 @@ def _missing() -> str | None:
         import numba
     except ImportError as error:
         return f"Numba cannot be imported ({error}); pip install numba"
+    except Exception as error:
+        # Programs that silence ranks replace builtins.print, which Numba needs as it was.
+        return (
+            f"Numba cannot be imported any more ({type(error).__name__}: {error}); import numba at "
+            "the start of the program, before it replaces functions such as print"
+        )
     if numba.config.DISABLE_JIT:  # pyright: ignore
         return "Numba's compiler is switched off; unset NUMBA_DISABLE_JIT"
     if sys.byteorder != "little":
