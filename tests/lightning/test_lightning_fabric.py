@@ -129,6 +129,27 @@ def test_clipping_a_non_finite_norm_is_an_error_unless_told_otherwise(fabric):
     assert norm.isnan()
 
 
+@pytest.mark.parametrize("how", [{"clip_val": 0.01}, {"max_norm": 0.01, "norm_type": 1}], ids=str)
+def test_clipping_what_the_program_has_released_is_refused_in_every_way(fabric, how):
+    model, optimizer = fabric.setup(*made())
+    torch_bf16.release_gradients(model, optimizer)
+    ((x, y),) = batches(1)
+    fabric.backward(F.cross_entropy(model(x), y))
+    with pytest.raises(NotImplementedError, match="nothing is left to clip"):
+        fabric.clip_gradients(model, optimizer, **how)
+
+
+def test_options_of_the_hosts_methods_reach_it(fabric, tmp_path):
+    model, optimizer = fabric.setup(*made())
+    state = {"model": model, "optimizer": optimizer}
+    fabric.save(tmp_path / "part", state, filter={"model": lambda name, _: name != "0.bias"})
+    file = torch.load(tmp_path / "part")
+    assert file["model"].keys() == model.state_dict().keys() - {"0.bias"}
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.bias"):
+        fabric.load(tmp_path / "part", state)
+    fabric.load(tmp_path / "part", state, strict=False)
+
+
 def test_clipping_by_another_norm_is_the_hosts(fabric):
     model, optimizer = fabric.setup(*made())
     x, y = next(iter(batches(1)))

@@ -146,3 +146,17 @@ def test_fabric_s_wrapper_refuses_a_share_that_changed_too(fabric_package):
     optimizer.param_groups[0]["betas"] = 0.5, 0.999
     with pytest.raises(ValueError, match=r"was 0\.9 in the step before"):
         optimizer.eval()
+
+
+def test_a_checkpoint_in_another_precision_is_the_hosts_own(pl, tmp_path):
+    def configure_optimizers(self):
+        self.made = [torch_bf16.AdamWScheduleFree(self.named_parameters(), lr=0.05)]
+        return self.made[0]
+
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    trainer = make_trainer(pl, "bf16-true")
+    trainer.fit(module, batches(3))
+    module.made[0].train()
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(saved[name], p) for name, p in module.named_parameters())

@@ -95,6 +95,7 @@ def test_a_module_that_fails_after_importing_torch_is_left_alone(hosts):
     with pytest.raises(OSError, match="of the host itself"):
         importlib.import_module("some_host.late_and_broken")
     assert hosts.calls == []
+    assert not bf16_autoload._warned
 
 
 def test_only_the_targets_of_the_named_plugin_are_watched(hosts):
