@@ -62,7 +62,7 @@ def test_metrics_of_each_look_are_logged_once_with_the_scripts_own(
         accelerator.init_trackers("run")
     for step in range(9):
         (loss,) = train(accelerator, prepared, wrapped, batches[step : step + 1])
-        accelerator.log({"loss": loss}, step=step)
+        accelerator.log({"loss": loss}, step)
     assert [step for step, values in notes.logged if len(values) > 1] == [3, 7]
     _, values = notes.logged[3]
     assert {"loss", "bf16/survived/up", "bf16/unmoved/up", "bf16/gradient_norm"} <= values.keys()
