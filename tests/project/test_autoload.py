@@ -164,6 +164,26 @@ def test_an_error_of_the_host_itself_comes_through(hosts):
     assert hosts.calls == []
 
 
+def test_a_loader_that_takes_no_attributes_is_left_alone_with_a_warning(hosts, monkeypatch):
+    class Loader:
+        __slots__ = ()
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            module.MODES = ["fp32"]
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            return ModuleSpec(name, Loader()) if name == "some_host.modes" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    bf16_autoload.autoload()
+    with pytest.warns(RuntimeWarning, match="cannot follow the import of some_host.modes"):
+        assert importlib.import_module("some_host.modes").MODES == ["fp32"]
+
+
 def test_autoload_itself_never_raises(hosts, monkeypatch):
     def broken(plugin=None):
         raise RuntimeError("inside watch")
