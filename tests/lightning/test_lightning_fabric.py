@@ -211,6 +211,17 @@ def test_keep_fp32_names_a_part_of_one_module_among_several(fabric_package, mode
     assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
 
 
+def test_what_a_compiled_module_keeps_is_named_as_in_the_module_itself(fabric_package, mode):
+    family = fabric_package.__name__.rpartition(".")[2]
+    plugin = host(f"lightning_bf16.{family}").BF16Precision(mode, keep_fp32=["3"])
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = network()
+    compiled = fabric.setup(torch.compile(model, backend="eager"), _reapply_compile=False)
+    x = torch.randn(2, 8)
+    assert torch.equal(model(x), compiled(x))
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 4 + [torch.float32] * 2
+
+
 def test_one_line_counts_all_modules_of_an_optimizer(fabric, mode, caplog):
     models, scale = [network(), network()], torch.nn.Parameter(torch.ones(()))
     every = [*models[0].parameters(), *models[1].parameters(), scale]
