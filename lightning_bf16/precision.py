@@ -18,7 +18,7 @@ import torch_bf16
 
 from . import _patches
 from ._patches.fp32_outputs import to_fp32
-from ._patches.private_attributes import is_placeholder, syncs_module_states
+from ._patches.private_attributes import syncs_module_states
 
 __all__ = ["PrecisionMixin"]
 
@@ -210,15 +210,14 @@ class PrecisionMixin(_Base):
                 another recipe; ``module`` is unchanged.
         """
         optimizers = [*optimizers]
-        # The hosts allow any object with a step method, and use a placeholder if there is no
-        # optimizer.
+        # The hosts allow any object with a step method.
         unconverted: list[Any] = [
             each
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
             and not isinstance(each, torch_bf16.BF16Optimizer)
-            and not is_placeholder(each)
-            # An optimizer of complex parameters only, for example, has nothing to train in bf16.
+            # An optimizer of complex parameters only, for example, or the placeholder of a Trainer
+            # without one, has nothing to train in bf16.
             and any(p.is_floating_point() for p in torch_bf16.parameters_of(each))
         ]
         try:

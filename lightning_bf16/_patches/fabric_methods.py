@@ -56,10 +56,8 @@ def setup(
 ) -> Any:
     """Convert the optimizers before Fabric wraps them: its wrapper takes on their class."""
     validate_setup(fabric, module, optimizers)
-    bare_module = getattr(module, "_orig_mod", module)
-    # Optimizers first, so that they are refused before anything is cast.
-    plugin.convert_optimizers(optimizers, bare_module)
-    plugin.convert_module(bare_module)
+    # Before Fabric casts the module, so that they are refused while nothing is cast.
+    plugin.convert_optimizers(optimizers, getattr(module, "_orig_mod", module))
     result = original(module, *optimizers, **options)
     _add_module(fabric, plugin, result[0] if optimizers else result, optimizers)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
@@ -29,12 +30,38 @@ def to_fp32(data: Any) -> Any:
     """
     changes: list[bool] = []
 
-    def upcast(tensor: Tensor) -> Tensor:
-        changes.append(tensor.dtype == torch.bfloat16)
-        return tensor.float() if changes[-1] else tensor
+    def upcast(part: Any) -> Any:
+        if isinstance(part, _Frozen):
+            thawed = _with_fp32_fields(part)
+            changes.append(thawed is not part)
+            return thawed
+        changes.append(part.dtype == torch.bfloat16)
+        return part.float() if changes[-1] else part
 
-    converted = apply_to_collection(data, dtype=Tensor, function=upcast, allow_frozen=True)
+    converted = apply_to_collection(data, dtype=(Tensor, _Frozen), function=upcast)
     return converted if any(changes) else data
+
+
+class _FrozenKind(type):
+    def __instancecheck__(cls, data: Any) -> bool:
+        is_instance = dataclasses.is_dataclass(data) and not isinstance(data, type)
+        return is_instance and _is_frozen(data)
+
+
+class _Frozen(metaclass=_FrozenKind):
+    """Any frozen dataclass; ``apply_to_collection`` refuses those, or leaves them as they are."""
+
+
+def _with_fp32_fields(data: Any) -> Any:
+    """A frozen dataclass with bf16 tensors in fp32; itself if there is none."""
+    values = {each.name: getattr(data, each.name) for each in dataclasses.fields(data)}
+    converted = {name: to_fp32(value) for name, value in values.items()}
+    if all(converted[name] is value for name, value in values.items()):
+        return data
+    made = copy.copy(data)
+    for name, value in converted.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _in_place(data: Any) -> Any:

@@ -9,18 +9,12 @@ from torch.nn import Module
 
 __all__ = [
     "cast_lottery_tickets",
-    "is_placeholder",
     "logs_this_step",
     "syncs_module_states",
     "validate_setup",
     "widen_averages",
     "wrapped_module",
 ]
-
-
-def is_placeholder(optimizer: Any) -> bool:
-    """Whether this is the Trainer's placeholder if ``configure_optimizers`` returned None."""
-    return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def syncs_module_states(strategy: Any) -> bool:

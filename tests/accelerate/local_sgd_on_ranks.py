@@ -9,13 +9,19 @@ from sharded_llama import accelerator, on_ranks
 
 @on_ranks()
 def trained(mode):
-    """How far the mean of each parameter has moved, and the sum of each."""
+    """How far the mean of each parameter has moved, and the sum of each.
+
+    One without an optimizer becomes the mean of the ranks' numbers.
+    """
     torch.manual_seed(0)
     made = accelerator(mode, fsdp=False)
     model = torch.nn.Linear(64, 32)
+    model.scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
     start = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=1e-5)
+    bare = model
     model, optimizer = made.prepare(model, optimizer)
+    bare.scale.data.fill_(made.process_index)
     x = torch.ones(4, 64) * (1 + made.process_index)
     with LocalSGD(accelerator=made, model=model, local_sgd_steps=8) as local_sgd:
         for _ in range(64):
@@ -23,7 +29,6 @@ def trained(mode):
             optimizer.step()
             optimizer.zero_grad()
             local_sgd.step()
-    bare = made.unwrap_model(model)
     pairs = zip(bare.parameters(), start, strict=True)
     moved = [(p.detach().float() - old).mean().item() for p, old in pairs]
     return moved, [p.detach().float().sum().item() for p in bare.parameters()]

@@ -8,7 +8,9 @@ import sys
 import pexpect
 import pytest
 import yaml
+from accelerate import Accelerator
 from accelerate.commands import accelerate_cli
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import write_basic_config
 from forked_scripts import run_script
@@ -23,6 +25,7 @@ from launching import (
     questionnaire,
 )
 
+import torch_bf16
 from accelerate_bf16 import MODES, selftest
 
 ONE_PROCESS = {
@@ -101,13 +104,14 @@ def test_sagemakers_questionnaire_asks_with_our_modes_too(monkeypatch):
             shown.append(choices)
 
         def run(self, default_choice):
-            return 5 if "bf16" in shown[-1] else 1
+            return default_choice
 
     monkeypatch.setattr(config_utils, "BulletMenu", Menu)
-    ask = sagemaker._ask_options
-    assert ask("?", ["no", "fp16", "bf16", "fp8"], sagemaker._convert_mixed_precision) == MODES[1]
-    assert shown == [["no", "fp16", "bf16", "fp8", *MODES]]
-    assert ask("?", ["a", "b"], str) == "1"
+    ask, theirs = sagemaker._ask_options, ["no", "fp16", "bf16", "fp8"]
+    for number, name in enumerate([*theirs, *MODES]):
+        assert ask("?", theirs, sagemaker._convert_mixed_precision, number) == name
+    assert shown == [[*theirs, *MODES]] * 6
+    assert ask("?", ["a", "b"], str, 1) == "1"
 
 
 SAYS = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps(dict(os.environ)))"
@@ -194,6 +198,27 @@ def test_selftest_passes_in_one_process_and_fails_without_the_mode(monkeypatch, 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
     selftest.main()
     assert capsys.readouterr().out.count(f"{mode}: ") == 3
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken", "claim"),
+    [
+        (Accelerator, "load_state", lambda *_: None, "a resumed run repeats itself bit for bit"),
+        (torch_bf16.AdamW, "step", lambda *_: None, "the loss ends at "),
+        (
+            Accelerator,
+            "prepare",
+            lambda _, m, o: (m, AcceleratedOptimizer(o)),
+            "weights are bfloat16 and ",
+        ),
+    ],
+)
+def test_selftest_fails_where_a_promise_is_broken(monkeypatch, mode, owner, method, broken, claim):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
+    monkeypatch.setattr(owner, method, broken)
+    with pytest.raises(RuntimeError, match=f"mixed_precision='{mode}': not true: {claim}"):
+        selftest.main()
 
 
 @pytest.mark.parametrize("steps", ["3", "4"])

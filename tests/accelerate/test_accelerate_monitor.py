@@ -12,6 +12,7 @@ from accelerate.tracking import GeneralTracker
 from tiny_llm import llama, sequences
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import torch_bf16
 from accelerate_bf16 import BF16RecipeKwargs
 
 pytestmark = [
@@ -61,7 +62,7 @@ def test_metrics_of_each_look_are_logged_once_with_the_scripts_own(
         accelerator.init_trackers("run")
     for step in range(9):
         (loss,) = train(accelerator, prepared, wrapped, batches[step : step + 1])
-        accelerator.log({"loss": loss}, step=step)
+        accelerator.log({"loss": loss}, step)
     assert [step for step, values in notes.logged if len(values) > 1] == [3, 7]
     _, values = notes.logged[3]
     assert {"loss", "bf16/survived/up", "bf16/unmoved/up", "bf16/gradient_norm"} <= values.keys()
@@ -102,6 +103,22 @@ def test_each_of_two_optimizers_has_its_number(
     }
     # Which is what the Trainer's console is spared.
     assert all(name.startswith("bf16/optimizer_") for name in values)
+
+
+def test_an_optimizer_has_one_monitor_however_often_prepare_is_called(
+    make_accelerator, train, mode, model, batches, notes, monkeypatch
+):
+    monkeypatch.setenv("BF16_MONITOR", "1")
+    accelerator = make_accelerator(mode, log_with=notes)
+    accelerator.init_trackers("run")
+    prepared, wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    own = torch_bf16.UpdateMonitor(wrapped.optimizer, every=1)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    train(accelerator, prepared, wrapped, batches[:1])
+    accelerator.log({}, step=0)
+    (_, values) = notes.logged[0]
+    assert "bf16/gradient_norm" in values  # of the only one, which needs no number
+    assert torch_bf16.take_figures([own]).keys() == values.keys()
 
 
 def test_without_trackers_or_with_zero_nobody_watches(
@@ -179,7 +196,8 @@ def test_the_trainer_reports_the_figures_and_spares_the_console(tmp_path, monkey
     assert training == [True, False, True, True, False, False]
     assert told == [False, False, True, True, False, False]
     assert "bf16/survived/lm_head" in figures[2]
-    assert not any(name.startswith("bf16/") for logs in console.logs for name in logs)
+    spared = [{k: v for k, v in each.items() if not k.startswith("bf16/")} for each in service.logs]
+    assert console.logs == spared
     kept = [name for each in trainer.state.log_history for name in each if "survived" in name]
     assert len(kept) == 2 * sum("survived" in name for name in figures[2])
 

@@ -255,6 +255,16 @@ def test_released_gradients_train_the_same_bits(make_accelerator):
     assert all(map(torch.equal, *ends))
 
 
+def test_a_release_goes_on_as_it_is_when_something_else_is_prepared(make_accelerator):
+    handlers = [BF16RecipeKwargs(release_gradients=True)]
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=handlers)
+    model = network()
+    _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    handle = optimizer.optimizer._engine.release
+    accelerator.prepare(network())
+    assert optimizer.optimizer._engine.release is handle is not None
+
+
 @pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])
 def test_released_sums_train_the_same_bits(make_accelerator, accumulate):
     """Five batches, of which the last one makes a step alone: the sum is stepped by ``step()``."""

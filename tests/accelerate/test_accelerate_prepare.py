@@ -159,6 +159,8 @@ def test_autocast_reads_the_options_once_and_not_for_every_batch(
 def test_autocast_that_the_user_turned_off_stays_off(make_accelerator, mode, model, batches):
     accelerator = make_accelerator(mode, kwargs_handlers=[AutocastKwargs(enabled=False)])
     prepared = accelerator.prepare(model)
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
     with pytest.raises(RuntimeError, match=r"'norm.weight' of LayerNorm is a bfloat16 weight"):
         prepared(batches[0][0])
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +20,18 @@ def test_model_wrapped_in_ddp_is_refused_untouched(mode):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"DistributedDataParallel; .* Pass the bare model"):
         Preparation(mode).run([DistributedDataParallel(model)], [])
+    assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("engine", ["XLA", "MEGATRON_LM"])
+def test_engines_of_others_are_refused_before_anything_is_cast(
+    make_accelerator, monkeypatch, mode, engine
+):
+    accelerator = make_accelerator(mode)
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType(engine))
+    model = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match=rf"with {engine}: .* What works: one process"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert model.weight.dtype == torch.float32
 
 

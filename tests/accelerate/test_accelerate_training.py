@@ -122,6 +122,18 @@ def test_schedulers_of_any_age_move_the_rate_of_our_step(
     assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
 
 
+def test_a_model_and_an_optimizer_that_are_prepared_by_their_own_methods_train(
+    make_accelerator, train, mode, model, batches
+):
+    accelerator = make_accelerator(mode)
+    prepared = accelerator.prepare_model(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped = accelerator.prepare_optimizer(optimizer)
+    assert isinstance(optimizer, BF16Optimizer)
+    losses = train(accelerator, prepared, wrapped, batches)
+    assert losses[-1] < losses[0]
+
+
 def test_several_models_and_optimizers_draw_different_noise(make_accelerator, batches):
     accelerator = make_accelerator("bf16-stochastic")
     one, other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
@@ -132,6 +144,8 @@ def test_several_models_and_optimizers_draw_different_noise(make_accelerator, ba
     accelerator.prepare(optimizers[1], one, other, optimizers[0])
     accelerator.prepare(shared, both)
     assert all(isinstance(each, BF16Optimizer) for each in (*optimizers, shared))
+    assert "'model_1.weight'" in optimizers[1].label(0, 0)
+    assert "'model_2.weight'" in shared.label(0, 1)
     x = batches[0][0]
     for _ in range(3):
         for each, optimizer in zip((one, other), optimizers, strict=True):

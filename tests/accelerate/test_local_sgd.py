@@ -11,6 +11,7 @@ import pytest
 def test_local_sgd_moves_as_far_as_in_fp32(ranks, mode, off):
     first, second = ranks(2, on_ranks.trained, mode)
     assert first[1] == second[1]
-    matrix, vector = first[0]
+    matrix, vector, scale = first[0]
+    assert scale == 0.5
     assert matrix == pytest.approx(64e-5 * 1.5, rel=off)
     assert vector == pytest.approx(64e-5, rel=0.1)

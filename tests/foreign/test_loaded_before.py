@@ -61,6 +61,16 @@ def test_the_run_goes_on_with_the_bits_of_an_uninterrupted_one(recipe, kind, con
     assert all(torch.equal(exact[name], found[name]) for name in exact)
 
 
+def test_remainders_of_weights_that_were_rounded_since_are_refused():
+    model, optimizer = torch_bf16.prepare(*make(torch.optim.AdamW), RECIPES[0])
+    train(model, optimizer, 3)
+    again, optimizer_again = make(torch.optim.AdamW)
+    optimizer_again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.bfloat16()
+    with pytest.raises(StateMismatchError, match="Convert the optimizer first, and load"):
+        torch_bf16.convert(optimizer_again, RECIPES[0], model=again)
+
+
 def test_remainders_of_weights_that_have_moved_since_are_refused():
     recipe = RECIPES[0]
     model, optimizer = torch_bf16.prepare(*make(torch.optim.AdamW), recipe)

@@ -98,6 +98,9 @@ def test_schedule_free_of_its_package_becomes_ours_and_differs_by_rounding(kind,
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
         for key in ("k", "weight_sum", "lr_max", "scheduled_lr"):
             assert optimizer.param_groups[0][key] == reference.param_groups[0][key]
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(2).bfloat16())})
+    for key in ("lr", "weight_decay", "warmup_steps", "r"):
+        assert optimizer.param_groups[-1][key] == optimizer.param_groups[0][key]
 
 
 def low_rank(parameters):

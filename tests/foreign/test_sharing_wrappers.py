@@ -122,6 +122,16 @@ def test_a_wrapper_that_shares_states_saves_and_loads_what_the_wrapped_optimizer
     assert moment.dtype == torch.float32
 
 
+def test_a_wrapper_that_numbers_parameters_in_its_own_way_saves_states_by_its_own_numbers():
+    model, optimizer = make(SAM, ADAMW)
+    train(model, optimizer, range(3))
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": group["params"][::-1]}]
+    saved = optimizer.state_dict()
+    for number, p in enumerate(optimizer.param_groups[0]["params"]):
+        assert torch.equal(saved["state"][number]["exp_avg"], optimizer.state[p]["exp_avg"])
+
+
 def test_a_state_dict_of_another_model_leaves_a_wrapper_as_it_was():
     model, optimizer = make(SAM, torch.optim.AdamW)
     train(model, optimizer, range(3))

@@ -1,5 +1,7 @@
 """What a host's plugin calls once a model is wrapped sets up what the recipe says, and no more."""
 
+import gc
+
 import pytest
 import torch
 
@@ -53,6 +55,16 @@ def test_a_release_that_a_host_began_while_everything_was_frozen_ends_too():
     model.requires_grad_(True)
     torch_bf16.end_releases(model.parameters())
     assert optimizer._engine.release is None
+
+
+def test_a_release_whose_optimizer_is_gone_ends_with_those_of_others():
+    model, optimizer = made()
+    handle = torch_bf16.setup_gradients(model, optimizer, given())
+    del optimizer
+    gc.collect()
+    assert handle.abandoned
+    torch_bf16.end_releases(model.parameters())
+    assert torch_bf16.clip_grad_norm_(model.parameters(), 1.0) == 0  # and is not refused
 
 
 def test_releases_that_a_host_began_end_with_the_parameters_and_those_of_users_stay():

@@ -8,7 +8,7 @@ import gc
 import io
 import pickle
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -176,6 +176,33 @@ def test_a_module_fitted_without_autocast(pl):
 class Batch:
     x: torch.Tensor
     score: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Frozen, Named])
+def test_a_batch_that_cannot_be_changed_is_returned_in_fp32(pl, mode, kind):
+    seen = []
+
+    class Callback(pl.Callback):
+        def on_test_batch_end(self, trainer, pl_module, outputs, batch, *_):
+            seen.append((type(outputs), outputs.x.dtype, batch.x.dtype))
+
+    loader = torch.utils.data.DataLoader([0, 1], collate_fn=lambda _: kind(X.bfloat16()))
+    hooks = {
+        "test_step": lambda self, batch, batch_idx: batch,
+        "transfer_batch_to_device": lambda self, batch, *_: batch,  # Lightning's copies none
+    }
+    trainer = make_trainer(pl, mode, callbacks=[Callback()])
+    trainer.test(make_module(pl, **hooks), loader, verbose=False)
+    assert seen == [(kind, torch.float32, torch.bfloat16)] * 2
 
 
 KINDS = {

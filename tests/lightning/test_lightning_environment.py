@@ -116,3 +116,15 @@ for host in (lightning.Trainer, lightning.Fabric):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0") == 2
     assert done.stdout.count("import lightning_bf16 in the script") == 2
+
+
+def test_switched_off_and_meant_for_accelerate_alone_a_host_has_its_own_precision(unhooked):
+    code = """
+import lightning
+options = {"accelerator": "cpu", "devices": 1, "precision": "bf16-true"}
+print(type(lightning.Fabric(**options).strategy.precision).__name__)
+print(type(lightning.Trainer(**options).strategy.precision_plugin).__name__)
+"""
+    variables = {"BF16_AUTOLOAD": "0", "ACCELERATE_MIXED_PRECISION": "bf16-stochastic"}
+    done = unhooked.run(code, **{**os.environ, **variables})
+    assert done.stdout.split()[-2:] == ["HalfPrecision"] * 2, done.stderr

@@ -137,9 +137,33 @@ def test_clipping_a_non_finite_norm_is_an_error_unless_told_otherwise(fabric):
     assert bias.grad.isfinite().all()
     with pytest.raises(RuntimeError, match=r"norm of the gradients is nan.*error_if_nonfinite"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1)
     assert bias.grad.isfinite().all()
     norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
     assert norm.isnan()
+
+
+@pytest.mark.parametrize("how", [{"clip_val": 0.01}, {"max_norm": 0.01, "norm_type": 1}], ids=str)
+def test_clipping_what_the_program_has_released_is_refused_in_every_way(fabric, how):
+    model, optimizer = fabric.setup(*made())
+    torch_bf16.release_gradients(model, optimizer)
+    ((x, y),) = batches(1)
+    fabric.backward(F.cross_entropy(model(x), y))
+    with pytest.raises(NotImplementedError, match="nothing is left to clip"):
+        fabric.clip_gradients(model, optimizer, **how)
+
+
+def test_options_of_the_hosts_methods_reach_it(fabric, tmp_path):
+    model, optimizer = fabric.setup(*made())
+    state = {"model": model, "optimizer": optimizer}
+    which = {"model": lambda name, _: name != "0.bias"}
+    fabric.save(tmp_path / "part", {**state, "epoch": 3}, filter=which)
+    file = torch.load(tmp_path / "part")
+    assert file["model"].keys() == model.state_dict().keys() - {"0.bias"}
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.bias"):
+        fabric.load(tmp_path / "part", state)
+    assert fabric.load(tmp_path / "part", state, strict=False) == {"epoch": 3}
 
 
 def test_clipping_by_another_norm_is_the_hosts(fabric):
@@ -147,13 +171,18 @@ def test_clipping_by_another_norm_is_the_hosts(fabric):
     x, y = next(iter(batches(1)))
     fabric.backward(F.cross_entropy(model(x), y))
     fabric.clip_gradients(model, optimizer, max_norm=0.01, norm_type="inf")
-    assert max(p.grad.abs().max() for p in model.parameters()) <= 0.0101
+    largest = max(p.grad.abs().max().item() for p in model.parameters())
+    assert largest == pytest.approx(0.01, rel=1e-2)
 
 
-def test_two_models_with_their_own_optimizers_train_with_names_from_their_modules(fabric):
+def test_two_models_with_their_own_optimizers_train_with_names_from_their_modules(fabric, caplog):
     networks = [made(seed) for seed in (0, 1)]
     for model, optimizer in networks:
-        model, wrapped = fabric.setup(model, optimizer)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            model, wrapped = fabric.setup(model, optimizer)
+        count = sum(p.numel() for p in model.parameters())
+        assert f": {count} parameters ({count} bfloat16)" in caplog.text
         train(fabric, model, wrapped, batches(1))
         assert "'0.weight'" in optimizer.label(0, 0)
 
@@ -198,6 +227,17 @@ def test_keep_fp32_names_a_part_of_one_module_among_several(fabric_package, mode
     fabric.setup(without, optimizers[1])
     kept = [p.dtype for each in (without, model) for p in each.parameters()]
     assert kept == [torch.bfloat16] * 6 + [torch.float32] * 2
+
+
+def test_what_a_compiled_module_keeps_is_named_as_in_the_module_itself(fabric_package, mode):
+    family = fabric_package.__name__.rpartition(".")[2]
+    plugin = host(f"lightning_bf16.{family}").BF16Precision(mode, keep_fp32=["3"])
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = network()
+    compiled = fabric.setup(torch.compile(model, backend="eager"), _reapply_compile=False)
+    x = torch.randn(2, 8)
+    assert torch.equal(model(x), compiled(x))
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 4 + [torch.float32] * 2
 
 
 def test_one_line_counts_all_modules_of_an_optimizer(fabric, mode, caplog):

@@ -195,6 +195,24 @@ def test_released_gradients_train_the_same_bits_in_fabric(fabric_package):
     assert all(map(torch.equal, *ends))
 
 
+def test_a_module_that_steps_by_itself_names_the_passes_of_its_released_steps(pl):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        if batch_idx % 2:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ends = []
+    for release in (False, True):
+        given = {"release_gradients": True, "release_accumulation_steps": 2} if release else {}
+        module = make_module(pl, training_step=training_step)
+        module.automatic_optimization = False
+        make_trainer(pl, None, plugins=[plugin_of(pl, **given)]).fit(module, batches(4))
+        ends.append([*module.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
 def test_released_sums_train_the_same_bits_in_fabric(fabric_package):
     ends = []
     for release in (False, True):

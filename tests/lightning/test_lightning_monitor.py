@@ -108,6 +108,24 @@ def test_of_several_optimizers_each_is_measured_at_logged_steps_alone(pl, mode):
     assert measured == {batch: {"optimizer_0", "optimizer_1"} for batch in (1, 3)}
 
 
+def test_an_optimizer_that_a_hook_makes_later_is_not_measured(pl, mode):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    module = make_module(pl, on_train_batch_start=on_train_batch_start)
+    trainer = make_trainer(pl, mode, callbacks=[monitor_of(pl)], log_every_n_steps=1)
+    trainer.fit(module, batches(3))
+    assert isinstance(trainer.optimizers[0], torch_bf16.SGD)
+    assert not trainer.optimizers[0].observers
+
+
+def test_a_second_fit_has_the_metrics_of_its_own_optimizer(pl, mode, logged):
+    callback = monitor_of(pl)
+    names = [{*logged(callback, log_every_n_steps=5)[-1][1]} for _ in range(2)]
+    assert names[0] == names[1]
+
+
 def test_an_interval_of_its_own(pl, mode, logged):
     rows = logged(monitor_of(pl, every=5), log_every_n_steps=1)
     # The Trainer repeats the last value at every step that it logs.

@@ -224,3 +224,18 @@ def test_a_resumed_fit_says_that_it_takes_the_saved_seed_and_a_later_fit_has_its
     trainer.fit_loop.max_epochs = 4
     trainer.fit(make_module(pl), batches(1))
     assert seeds(trainer) == (1, 1)
+
+
+def test_options_of_saving_and_loading_reach_the_host(pl, mode, tmp_path):
+    module, path = make_module(pl), tmp_path / "part.ckpt"
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module, batches(2))
+    trainer.save_checkpoint(path, weights_only=True)
+    saved = torch.load(path, weights_only=False)
+    assert "optimizer_states" not in saved
+    del saved["state_dict"]["net.0.bias"]
+    torch.save(saved, path)
+    again = make_module(pl)
+    again.strict_loading = False
+    make_trainer(pl, mode).validate(again, batches(1), ckpt_path=path, verbose=False)
+    assert torch.equal(again.net[3].weight, module.net[3].weight)

@@ -96,6 +96,20 @@ def test_a_trainer_s_checkpoint_holds_the_average_and_resumes_to_the_bit(pl, mod
     assert not differences(snapshot(whole, whole.made[0]), snapshot(module, module.made[0]))
 
 
+def test_in_fabric_an_optimizer_follows_no_module_that_it_does_not_train(fabric_package, mode):
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, precision=mode)
+    models, optimizers = [], []
+    for _ in range(2):
+        models.append(fabric.setup_module(network()))
+        parameters, recipe = models[-1].named_parameters(), fabric.strategy.precision.recipe
+        optimizers.append(torch_bf16.AdamWScheduleFree(parameters, lr=0.05, recipe=recipe))
+        fabric.setup_optimizers(optimizers[-1])
+    later = fabric.setup_module(network())
+    for each in (models[1], later):
+        each.eval()
+    assert [each.param_groups[0]["train_mode"] for each in optimizers] == [True, False]
+
+
 def test_fabric_follows_the_module_and_saves_averages(fabric_package, mode, tmp_path):
     def made(seed):
         torch.manual_seed(seed)
@@ -146,3 +160,17 @@ def test_fabric_s_wrapper_refuses_a_share_that_changed_too(fabric_package):
     optimizer.param_groups[0]["betas"] = 0.5, 0.999
     with pytest.raises(ValueError, match=r"was 0\.9 in the step before"):
         optimizer.eval()
+
+
+def test_a_checkpoint_in_another_precision_is_the_hosts_own(pl, tmp_path):
+    def configure_optimizers(self):
+        self.made = [torch_bf16.AdamWScheduleFree(self.named_parameters(), lr=0.05)]
+        return self.made[0]
+
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    trainer = make_trainer(pl, "bf16-true")
+    trainer.fit(module, batches(3))
+    module.made[0].train()
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(saved[name], p) for name, p in module.named_parameters())

@@ -208,16 +208,17 @@ def test_a_module_without_optimizer_and_one_with_our_own_are_left_alone(pl):
         return None
 
     def own(self):
-        return torch_bf16.AdamW(self.parameters(), recipe="bf16-fp32-master")
+        return torch_bf16.AdamW(self.parameters(), recipe=recipe)
 
+    recipe = torch_bf16.get_recipe("bf16-fp32-master", name="of the script")
     module = make_module(pl, configure_optimizers=none)
     with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
         make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
-    # Neither its seed nor what the plugin keeps in fp32 is a matter of its formats.
+    # Neither its name, nor its seed, nor what the plugin keeps in fp32 is a matter of its formats.
     plugin = _plugin_class(pl)("bf16-fp32-master", keep_fp32=["net.3"], seed=7)
     trainer = make_trainer(pl, plugins=[plugin])
     trainer.fit(make_module(pl, configure_optimizers=own), batches(1))
-    assert trainer.optimizers[0].recipe == torch_bf16.get_recipe("bf16-fp32-master")
+    assert trainer.optimizers[0].recipe is recipe
 
 
 def test_lean_compute_casts_inputs_and_runs_without_autocast(pl):

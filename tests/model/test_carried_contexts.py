@@ -85,10 +85,17 @@ class Shapes(list):
     """A list of a class that pytree does not know."""
 
 
+class Uncopied(Shapes):
+    def __copy__(self):
+        raise TypeError("there is one")
+
+
 class WithShape(BodyAndHead):
+    kind = Shapes
+
     def forward(self, x):
         y = self.head(self.body(x))
-        return y.shape, Shapes([y, 3])
+        return y.shape, self.kind([y, 3])
 
 
 def test_sizes_stay_sizes_and_lists_of_other_classes_are_widened():
@@ -96,3 +103,11 @@ def test_sizes_stay_sizes_and_lists_of_other_classes_are_widened():
     assert size.numel() == 12
     assert type(outputs) is Shapes
     assert (outputs[0].dtype, outputs[1]) == (torch.float32, 3)
+
+
+def test_a_list_that_forbids_copies_stays_what_it_is():
+    net = WithShape()
+    net.kind = Uncopied
+    _, outputs = carried(net)(X)
+    assert type(outputs) is Uncopied
+    assert outputs[0].dtype == torch.bfloat16

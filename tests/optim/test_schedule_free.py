@@ -270,7 +270,8 @@ def test_within_averaged_weights_are_the_average_and_after_it_what_they_were():
     model, optimizer = modelled()
     trained = [p.detach().clone() for p in model.parameters()]
     torch_bf16.follow(model, optimizer)
-    with torch_bf16.averaged(nn.ModuleList([model]), "no optimizer") as switched:
+    other = torch.optim.SGD([{"params": nn.Linear(1, 1).parameters(), "train_mode": True}])
+    with torch_bf16.averaged(nn.ModuleList([model]), "no optimizer", other) as switched:
         assert switched == [optimizer]
         assert not any(map(torch.equal, model.parameters(), trained))
         with torch_bf16.averaged(optimizer) as inner:

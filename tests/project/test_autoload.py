@@ -95,6 +95,7 @@ def test_a_module_that_fails_after_importing_torch_is_left_alone(hosts):
     with pytest.raises(OSError, match="of the host itself"):
         importlib.import_module("some_host.late_and_broken")
     assert hosts.calls == []
+    assert not bf16_autoload._warned
 
 
 def test_only_the_targets_of_the_named_plugin_are_watched(hosts):
@@ -161,6 +162,26 @@ def test_an_error_of_the_host_itself_comes_through(hosts):
     with pytest.raises(OSError, match="of the host itself"):
         importlib.import_module("some_host.broken")
     assert hosts.calls == []
+
+
+def test_a_loader_that_takes_no_attributes_is_left_alone_with_a_warning(hosts, monkeypatch):
+    class Loader:
+        __slots__ = ()
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            module.MODES = ["fp32"]
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            return ModuleSpec(name, Loader()) if name == "some_host.modes" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    bf16_autoload.autoload()
+    with pytest.warns(RuntimeWarning, match="cannot follow the import of some_host.modes"):
+        assert importlib.import_module("some_host.modes").MODES == ["fp32"]
 
 
 def test_autoload_itself_never_raises(hosts, monkeypatch):
