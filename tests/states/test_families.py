@@ -1,12 +1,14 @@
 """State dicts of other classes load where their states mean the same, and are refused elsewhere."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
 
 ADAMS = torch_bf16.AdamW, torch_bf16.Adam, torch_bf16.NAdam, torch_bf16.RAdam
 REFUSED = [
@@ -17,9 +19,9 @@ REFUSED = [
 ]
 
 
-def stepped(make):
+def stepped(make, **options):
     p = nn.Parameter(torch.ones(4, 4))
-    optimizer = make([p], lr=1e-3)
+    optimizer = make([p], lr=1e-3, **options)
     p.grad = torch.full((4, 4), 0.5)
     optimizer.step()
     return optimizer
@@ -61,3 +63,22 @@ def test_a_converted_optimizer_has_the_family_of_ours():
         torch_bf16.StateMismatchError, match=r"of the adopt family and this .*RAdam"
     ):
         converted.load_state_dict(stepped(torch_bf16.ADOPT).state_dict())
+
+
+def test_only_classes_of_one_family_load_states_of_each_other():
+    with_all = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
+    # From their first momentum on, plain SGD and RMSprop keep it.
+    made = {
+        name: stepped(kind, backend="eager", **with_all.get(name, {}))
+        for name, kind in OPTIMIZERS.items()
+    }
+    for theirs, ours in itertools.permutations(made, 2):
+        saved = copy.deepcopy(made[theirs].state_dict())
+        try:
+            copy.deepcopy(made[ours]).load_state_dict(saved)
+        except torch_bf16.StateMismatchError:
+            continue
+        families = {OPTIMIZERS[theirs].family, OPTIMIZERS[ours].family}
+        assert len(families) == 1 and families != {None}, (
+            f"{ours} loads states of {theirs}, which mean something else: give both a `family`"
+        )

@@ -1,6 +1,7 @@
 """A state dict of another recipe loads, loses what the new one cannot hold, and says so."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -252,3 +253,22 @@ def test_changes_are_counted_by_kind():
     )
     x = torch.tensor([1.0, 1.001])
     assert torch.equal(join16(*recode(x, BF16_PLUS_16)), x)
+
+
+@pytest.mark.parametrize("role", ["exp_avg", "exp_avg_sq"])
+def test_codes_of_moments_are_told_from_integers_of_the_users(role):
+    for name, format_ in ROLES[role].items():
+        first, *beside = format_.planes
+        assert first.dtype.is_floating_point or any(plane.suffix for plane in beside), (
+            f"{name} keeps integers and nothing else, as a state of the user's own may: give it a "
+            "second plane with a suffix, by which state dicts tell codes"
+        )
+
+
+def test_formats_with_the_same_planes_decode_alike():
+    for one, other in itertools.combinations(FORMATS.values(), 2):
+        ours, theirs = ([(p.suffix, p.dtype) for p in each.planes] for each in (one, other))
+        assert ours != theirs or one.decode is other.decode, (
+            f"{one.name} and {other.name} decode planes of the same names and dtypes, by which "
+            "state dicts tell formats, in two ways: rename a plane or change its dtype"
+        )

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
-from torch_bf16.formats import FP32, ROLES, SCALE, Format
+from torch_bf16.formats import FP32, ROLES, Format
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import Rule, State
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, Rule, State
 from torch_bf16.sharding import Shard, as_real, local, same_memory
 from torch_bf16.sharding import whole as gathered
 
@@ -29,6 +29,13 @@ from .recoding import Changes, recode, recode_weight, stored_format
 from .views import COUNTER, MASTERS, masters_in
 
 __all__ = ["complete_master", "complete_moment", "complete_state", "keys_of", "place_states"]
+
+_BESIDE_MOMENTS = {
+    plane
+    for role in (FIRST_MOMENT, SECOND_MOMENT)
+    for each in ROLES[role].values()
+    for plane in each.planes[1:]
+}
 
 
 @cache
@@ -314,4 +321,5 @@ def _is_in_place(old: Tensor, part: Tensor, shard: Shard) -> bool:
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
     """The shape of a state of the whole parameter; there are fewer scales than numbers."""
-    return SCALE.shape(shard.shape) if key.endswith(f"_{SCALE.suffix}") else shard.shape
+    plane = next((each for each in _BESIDE_MOMENTS if key.endswith(f"_{each.suffix}")), None)
+    return shard.shape if plane is None else plane.shape(shard.shape)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.formats import INT8, ROLES, SCALE, UINT8
+from torch_bf16.formats import ROLES
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import is_dtensor, local, place_like, shard_of
 
 from .recoding import stored_format
@@ -41,7 +42,14 @@ _AS_NUMBERS = {
     suffix: f"{suffix}_fp32" for suffix, dtype in _PLANES.items() if not dtype.is_floating_point
 }
 
-_CODES = {INT8.planes[0].dtype, UINT8.planes[0].dtype}
+_MOMENTS = {each for role in (FIRST_MOMENT, SECOND_MOMENT) for each in ROLES[role].values()}
+# Of codes, and what the plane beside them is called: a tensor alone may be the user's own.
+_CODES = {
+    (each.planes[0].dtype, plane.suffix)
+    for each in _MOMENTS
+    for plane in each.planes[1:]
+    if not each.planes[0].dtype.is_floating_point
+}
 
 MASTERS = frozenset({*_PLANES, *_AS_NUMBERS.values()})
 """The keys under which a state may hold planes of the weight beside the parameter."""
@@ -76,7 +84,8 @@ def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
 
 
 def _is_code(state: Mapping[str, Any], key: str) -> bool:
-    return getattr(state[key], "dtype", None) in _CODES and f"{key}_{SCALE.suffix}" in state
+    dtype = getattr(state[key], "dtype", None)
+    return any(dtype == codes and f"{key}_{suffix}" in state for codes, suffix in _CODES)
 
 
 def planes_of_master(state: Mapping[str, Any]) -> dict[str, Any]:
