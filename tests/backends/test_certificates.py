@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from bucket_cases import LAYOUTS
 from certificate_digests import digests_by_the_oracle, variants
 from every_rule import RULES
 from planted_faults import PLACES, Failing, Planted, shows, trained
@@ -16,7 +17,7 @@ from torch_bf16.backends.certificates import certificate, verdicts
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import Trial, digests_of
 from torch_bf16.backends.eager import EagerBackend
-from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FP32
+from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FP32, ROLES
 from torch_bf16.rules import ADAMW, WEIGHTS
 
 CPU = torch.device("cpu")
@@ -31,7 +32,20 @@ def test_the_digests_are_those_of_the_oracle(number, rule):
     # Each rule, and over all of them each format with each dtype and stride: all are made by
     # tests/proofs/digests.py.
     for variant in found[6 * number % 17 :: 17] or found[:1]:
-        assert expected(variant) == digests_by_the_oracle(variant), variant.name
+        assert expected(variant) == digests_by_the_oracle(variant), (
+            f"{variant.name} has other digests, or none: if a rule, a format or the trial is new, "
+            f"run `python tests/proofs/digests.py --rules {rule}`"
+        )
+
+
+@pytest.mark.parametrize(("place", "role"), [*enumerate(ROLES)])
+def test_every_format_that_a_recipe_can_name_is_in_a_layout_that_has_digests(place, role):
+    laid_out = {each[place] for name, each in LAYOUTS.items() if not name.startswith("only_")}
+    missing = {each.name for each in ROLES[role].values()} - laid_out
+    assert not missing, (
+        f"no certificate tries {role} in {', '.join(missing)}: add a layout to LAYOUTS of "
+        "tests/support/bucket_cases.py, then run `python tests/proofs/digests.py`"
+    )
 
 
 def test_all_that_recipes_ask_for_has_a_digest():

@@ -8,6 +8,7 @@ import torch
 from every_rule import RULES
 
 from torch_bf16.backends import Bucket, KernelInputs, ScalarRows, Totals, Variant
+from torch_bf16.backends.certificates.trial import GROUP
 from torch_bf16.formats import FORMATS
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 
@@ -20,13 +21,7 @@ UNSIGNED = {
     torch.float32: np.float32,
 }
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-HYPER = {
-    "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
-    "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75, "alpha": 0.95,
-    "momentum_decay": 4e-3, "decoupled_weight_decay": False, "lr_decay": 0.1,
-    "initial_accumulator_value": 0.2, "clip": True, "rate": 0.05, "k": 9, "warmup_steps": 20,
-    "r": 1.0, "weight_lr_power": 2.0, "weight_sum": 2e-4, "lr_max": 0.0,
-}  # fmt: skip
+HYPER = {**GROUP, "maximize": False, "initial_accumulator_value": 0.2}
 
 # weights, then one for each of the rule's states in its order; the last serves any beyond, too
 LAYOUTS = {
