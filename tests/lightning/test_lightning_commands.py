@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 from pathlib import Path
@@ -20,13 +22,16 @@ OPTIONS = {
     "exp_avg": "bf16_nearest",
     "exp_avg_sq": "bf16_stochastic",
     "accumulate": "bf16_nearest",
+    "reduce": "bf16_wire",
     "offload": "states",
     "keep_fp32": ["head"],
     "seed": 11,
     "backend": "eager",
+    "vectors": "like_matrices",
     "release_gradients": True,
     "release_max_norm": 0.5,
     "release_norm": "last_step",
+    "release_accumulation_steps": 1,
 }
 
 
@@ -118,6 +123,8 @@ def test_a_recipes_name_is_a_precision_on_command_lines_and_in_the_environment(
 
 @pytest.mark.parametrize("name", ["plugin flags", "plugin config", "printed, read again"])
 def test_every_option_of_the_plugin_is_an_argument_of_lightning_cli(chosen, name):
+    plugin = importlib.import_module(chosen[0]).BF16Precision
+    assert OPTIONS.keys() == inspect.signature(plugin).parameters.keys()
     found = told(chosen, name)
     assert found["plugin"] == chosen[0]
     recipe = {**found["recipe"], "recipe": found["recipe"]["name"], "compute": found["compute"]}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 from accelerate_bf16 import BF16RecipeKwargs
+from lightning_bf16.fabric import BF16Precision
 from torch_bf16.environment import OPTIONS, mode_from_environment, options_from_environment
 
 
@@ -26,9 +30,26 @@ def test_options_are_read():
     }
 
 
-def test_each_option_of_a_plugin_has_a_variable():
-    assert {*OPTIONS.values()} == {each.name for each in dataclasses.fields(BF16RecipeKwargs)}
-    assert len(OPTIONS) == 14
+# Of the plugin itself: which recipe, and what only a Trainer knows of a release.
+LIGHTNING_ALONE = {"self", "recipe", "release_accumulation_steps"}
+IN_BOTH = [each.name for each in dataclasses.fields(BF16RecipeKwargs)]
+
+
+def test_both_plugins_have_the_options_that_have_a_variable():
+    of_lightning = inspect.signature(BF16Precision.__init__).parameters.keys()
+    assert {*OPTIONS.values()} == {*IN_BOTH}, "see BF16RecipeKwargs (accelerate_bf16)"
+    assert {*OPTIONS.values()} == of_lightning - LIGHTNING_ALONE, "see lightning_bf16/precision.py"
+
+
+def test_the_page_of_options_has_a_row_for_each_with_its_variable():
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    _, _, table = page.partition("## All options")
+    rows = [line.split("|")[1:3] for line in table.split("\n\n")[1].splitlines()[2:]]
+    found = {}
+    for names, variables in rows:
+        named = re.findall(r"`(\w+)`", re.sub(r"\(.*\)", "", names))
+        found |= dict(zip(re.findall(r"`(\w+)`", variables), named, strict=False))
+    assert found == OPTIONS, "the table of docs/options.md"
 
 
 def test_what_cannot_be_read_is_refused():
