@@ -1,9 +1,10 @@
 """Every format in Triton's dialect against the oracle, on bits, under Triton's interpreter."""
 
 import numpy as np
-import oracle
+import oracle_formats
 import pytest
 import torch
+from bucket_cases import OF_ORACLE
 
 from torch_bf16.formats import FORMATS
 
@@ -14,7 +15,6 @@ from torch_bf16.backends.triton import codecs  # noqa: E402
 
 BLOCK = 1 << 14
 ELEMENTWISE = [name for name, format_ in FORMATS.items() if format_.block == 1]
-SIGNED = {1: np.int8, 2: np.int16}
 LOWER = [0, 1, 255, 16384, 32767, 32768, 32769, 49152, 65534, 65535]
 
 
@@ -76,7 +76,9 @@ def test_encoding_is_the_oracles_for_every_upper_half(interpreted, name):
     # A signalling NaN is not an operation's result.
     bits[np.isnan(bits.view(np.float32))] |= np.uint32(0x00400000)
     words = np.random.default_rng(0).integers(0, 2**32, len(bits), np.uint32).view(np.int32)
-    expected = oracle.encode(name, bits.view(np.float32), words.view(np.uint32) >> np.uint32(16))
+    expected = oracle_formats.encode(
+        name, bits.view(np.float32), words.view(np.uint32) >> np.uint32(16)
+    )
     got = interpreted(encode, name, bits, words)
     for want, plane in zip(expected, got, strict=True):
         want = np.asarray(want)
@@ -91,13 +93,12 @@ def test_decoding_is_the_oracles_for_any_bits_in_the_planes(interpreted, name):
     unused = [np.uint32(32 - 8 * size) for size in sizes_of(name)]
     planes = [rng.permutation(patterns()) >> bits << bits for bits in unused]
     stored = [
-        (plane >> bits).astype(f"u{size}").view(SIGNED.get(size, np.float32))
-        for plane, bits, size in zip(planes, unused, sizes_of(name), strict=True)
+        (plane >> bits).astype(f"u{kept.dtype.itemsize}").view(OF_ORACLE[kept.dtype])
+        for plane, bits, kept in zip(planes, unused, FORMATS[name].planes, strict=True)
     ]
-    stored[0] = stored[0].view(np.float32 if name == "fp32" else np.uint16)
     if name == "bf16+fp32":  # half of them as encoded, half of them written from outside
-        stored[0][::2] = oracle.bf16_nearest(stored[1][::2])
+        stored[0][::2] = oracle_formats.bf16_nearest(stored[1][::2])
         planes[0] = stored[0].astype(np.uint32) << np.uint32(16)
-    expected = oracle.decode(name, stored)
+    expected = oracle_formats.decode(name, stored)
     got = interpreted(decode, name, np.stack(planes).view(np.int32))
     np.testing.assert_array_equal(got, expected.view(np.uint32))

@@ -1,7 +1,7 @@
 """Moments of one byte: codes in blocks of 64, against the oracle and by exhaustion."""
 
 import numpy as np
-import oracle
+import oracle_formats
 import pytest
 import torch
 from torch import nn
@@ -58,11 +58,11 @@ def test_encoding_is_the_oracles(name):
     for block, value in enumerate((np.nan, np.inf, -np.inf, 1e-45, 3.4e38, -0.0, -1e-40), start=1):
         x[block * 64 + 5] = value
     r = torch.randint(0, 65536, x.shape, generator=generator, dtype=torch.int32)
-    want = oracle.encode(name, x.numpy(), r.numpy())
+    want = oracle_formats.encode(name, x.numpy(), r.numpy())
     got = encode(name, x, r)
     np.testing.assert_array_equal(got[0].numpy(), want[0])
     np.testing.assert_array_equal(got[1].numpy(), want[1])
-    np.testing.assert_array_equal(decode(name, *got).numpy(), oracle.decode(name, want))
+    np.testing.assert_array_equal(decode(name, *got).numpy(), oracle_formats.decode(name, want))
 
 
 def test_second_moments_are_unbiased_over_all_draws():

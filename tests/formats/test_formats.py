@@ -4,7 +4,7 @@ import functools
 
 import numba
 import numpy as np
-import oracle
+import oracle_formats
 import pytest
 import torch
 
@@ -16,12 +16,6 @@ from torch_bf16.backends.cpu.planes import pointers, row
 from torch_bf16.formats import FORMATS
 from torch_bf16.numerics.counter_rng import WEIGHT, draw16, noise_bits
 
-NUMPY = {
-    torch.bfloat16: np.uint16,
-    torch.int16: np.uint16,
-    torch.int8: np.uint8,
-    torch.float32: np.float32,
-}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 ZERO = np.uint32(0)
@@ -56,6 +50,11 @@ def patterns() -> np.ndarray:
     )
     upper = np.arange(65536, dtype=np.uint32) << np.uint32(16)
     return (upper[:, None] | lower).reshape(-1).view(np.float32)
+
+
+def numpy_of(dtype: torch.dtype) -> type:
+    """The element of a plane of that dtype, whose bits are read unsigned if they are not fp32."""
+    return np.float32 if dtype == torch.float32 else UNSIGNED[dtype.itemsize]
 
 
 def as_numpy(plane: torch.Tensor) -> np.ndarray:
@@ -102,7 +101,7 @@ def numba_encode(name: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
             words = words_of(keys, low32(i), low32(i))
             write(planes, np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
 
-    planes = tuple(np.zeros(len(x), NUMPY[p.dtype]) for p in FORMATS[name].planes)
+    planes = tuple(np.zeros(len(x), numpy_of(p.dtype)) for p in FORMATS[name].planes)
     run(addresses_of(planes), x, KEYS)
     return planes
 
@@ -132,7 +131,7 @@ def quieted(x: np.ndarray) -> np.ndarray:
 @every_format
 def test_encoding_is_the_oracles_for_every_upper_half(name, patterns):
     r = draws(len(patterns))
-    expected = oracle.encode(name, patterns, r)
+    expected = oracle_formats.encode(name, patterns, r)
     eager = [torch.zeros(len(patterns), dtype=p.dtype) for p in FORMATS[name].planes]
     noise = torch.from_numpy(r.view(np.int32))
     FORMATS[name].encode(torch.from_numpy(patterns.copy()), noise, eager)
@@ -140,7 +139,7 @@ def test_encoding_is_the_oracles_for_every_upper_half(name, patterns):
         same_bits(as_numpy(one), np.asarray(want))
     results = quieted(patterns)
     planes = numba_encode(name, results)
-    for want, one in zip(oracle.encode(name, results, r), planes, strict=True):
+    for want, one in zip(oracle_formats.encode(name, results, r), planes, strict=True):
         same_bits(one, np.asarray(want))
 
 
@@ -150,14 +149,14 @@ def test_decoding_is_the_oracles_for_any_bits_in_the_planes(name, patterns):
     planes = []
     for plane in FORMATS[name].planes:
         bits = rng.integers(0, 2 ** (8 * plane.dtype.itemsize), len(patterns), np.uint64)
-        planes.append(bits.astype(UNSIGNED[plane.dtype.itemsize]).view(NUMPY[plane.dtype]))
+        planes.append(bits.astype(UNSIGNED[plane.dtype.itemsize]).view(numpy_of(plane.dtype)))
     if name == "bf16+fp32":  # half of them as encoded, half of them written from outside
-        planes[0][::2] = oracle.bf16_nearest(planes[1][::2])
+        planes[0][::2] = oracle_formats.bf16_nearest(planes[1][::2])
     signed = [
         p.view(SIGNED[p.itemsize]) if plane.dtype in (torch.int16, torch.int8) else p
         for p, plane in zip(planes, FORMATS[name].planes, strict=True)
     ]
-    expected = oracle.decode(name, signed)
+    expected = oracle_formats.decode(name, signed)
     as_torch = [
         torch.from_numpy(p.view(SIGNED[p.itemsize])).view(plane.dtype)
         for p, plane in zip(planes, FORMATS[name].planes, strict=True)

@@ -1,7 +1,7 @@
 """The contract of `torch_bf16.numerics.rounding`, on bits; tests/proofs has the full sweeps."""
 
 import numpy as np
-import oracle
+import oracle_formats
 import pytest
 import torch
 from proofs import rounding as prove
@@ -40,7 +40,7 @@ SPECIALS = {
 
 
 def fp32(bits):
-    return torch.from_numpy(oracle.from_bits(bits))
+    return torch.from_numpy(oracle_formats.from_bits(bits))
 
 
 def uint16(x):
@@ -70,23 +70,25 @@ def every_upper_half():
 
 def test_nearest_equals_oracle_for_every_upper_half(every_upper_half):
     x = every_upper_half
-    assert_same(uint16(bf16_nearest(x)), oracle.bf16_nearest(x.numpy()), x)
+    assert_same(uint16(bf16_nearest(x)), oracle_formats.bf16_nearest(x.numpy()), x)
 
 
 @pytest.mark.parametrize("draw", DRAWS, ids=hex)
 def test_stochastic_equals_oracle_for_every_upper_half(every_upper_half, draw):
     x = every_upper_half
     r = torch.full_like(x, draw, dtype=torch.int32)
-    assert_same(uint16(bf16_stochastic(x, r)), oracle.bf16_stochastic(x.numpy(), draw), x, draw)
+    assert_same(
+        uint16(bf16_stochastic(x, r)), oracle_formats.bf16_stochastic(x.numpy(), draw), x, draw
+    )
 
 
 def test_split_and_join_equal_oracle_for_every_upper_half(every_upper_half):
     x = every_upper_half
     hi, lo = split16(x)
-    want_hi, want_lo = oracle.split16(x.numpy())
+    want_hi, want_lo = oracle_formats.split16(x.numpy())
     assert_same(uint16(hi), want_hi, x)
     assert_same(lo, want_lo, x)
-    want = oracle.join16(want_hi, want_lo).view(np.int32)
+    want = oracle_formats.join16(want_hi, want_lo).view(np.int32)
     assert_same(join16(hi, lo).view(torch.int32), want, x)
 
 
@@ -97,7 +99,9 @@ def test_a_stale_lower_half_beside_a_zero_never_makes_a_nan():
         hi = torch.full(lo.shape, zero, dtype=torch.bfloat16)
         joined = join16(hi, lo)
         assert_same(
-            joined.view(torch.int32), oracle.join16(uint16(hi), lo.numpy()).view(np.int32), hi
+            joined.view(torch.int32),
+            oracle_formats.join16(uint16(hi), lo.numpy()).view(np.int32),
+            hi,
         )
         assert joined.abs().max() < 2.0**-133
         assert torch.equal(joined.signbit(), hi.signbit())

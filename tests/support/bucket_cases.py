@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import oracle
+import oracle_formats
 import torch
 from every_rule import RULES
 
@@ -13,7 +14,7 @@ from torch_bf16.formats import FORMATS
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 
 SIZES = (0, 1, 3, 4097)
-UNSIGNED = {
+OF_ORACLE = {
     torch.bfloat16: np.uint16,
     torch.int16: np.int16,
     torch.int8: np.int8,
@@ -196,7 +197,7 @@ def bits(tensor):
 
 def oracle_planes(tensors):
     """Copies in the oracle's dtypes: bf16 as uint16."""
-    return tuple(bits(t).copy().view(UNSIGNED[t.dtype]) for t in tensors)
+    return tuple(bits(t).copy().view(OF_ORACLE[t.dtype]) for t in tensors)
 
 
 def assert_oracle_agrees(case, backend, steps, offsets, runs=None):
@@ -231,7 +232,7 @@ def assert_oracle_agrees(case, backend, steps, offsets, runs=None):
                     # not.
                     nan = np.isnan(got.float().cpu().numpy()) if got.is_floating_point() else False
                     is_nan = (
-                        np.isnan(oracle.bf16_to_fp32(want))
+                        np.isnan(oracle_formats.bf16_to_fp32(want))
                         if want.dtype == np.uint16
                         else (np.isnan(want) if want.dtype == np.float32 else False)
                     )

@@ -1,4 +1,4 @@
-"""What the formats of whole blocks must compute: a part of ``oracle.py``, in NumPy alone."""
+"""What the formats of whole blocks must compute: a part of ``oracle_formats.py``, too."""
 
 import numpy as np
 

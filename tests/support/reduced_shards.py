@@ -4,6 +4,7 @@ from unittest import mock
 
 import numpy as np
 import oracle
+import oracle_formats
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def mean(parts):
 
 def expected(name, parts):
     """What FSDP puts into a bf16 ``p.grad``: the mean, rounded to nearest."""
-    return oracle.bf16_nearest(mean(parts))
+    return oracle_formats.bf16_nearest(mean(parts))
 
 
 def whole(gradient):
@@ -106,7 +107,9 @@ def run_fsdp2_micro_batches(accumulate):
             each = [[gradients(r, 1, number)[name].float() for r in ranks] for number in range(2)]
             if synchronised:
                 means = [mean([bits(g.bfloat16()) for g in some]) for some in each]
-                rounded = [oracle.bf16_to_fp32(oracle.bf16_nearest(term)) for term in means]
+                rounded = [
+                    oracle_formats.bf16_to_fp32(oracle_formats.bf16_nearest(term)) for term in means
+                ]
                 if accumulate == "fp32":
                     found = p.grad.full_tensor()
                     # Torch 2.15 heeds p.grad's dtype; older ones round what each pass has reduced.
@@ -132,7 +135,7 @@ def run_hsdp():
     for name, p in named(model).items():
         parts = [bits(gradients(each, 1)[name]) for each in range(4)]
         halves = [mean(parts[:2]), mean(parts[2:])]
-        of_all = oracle.bf16_nearest((halves[0] + halves[1]) / np.float32(2))
+        of_all = oracle_formats.bf16_nearest((halves[0] + halves[1]) / np.float32(2))
         np.testing.assert_array_equal(whole(p.grad), of_all, name)
     shards = sum(
         -(-p.shape[0] // 2) * p[0].numel() for n, p in named(Model()).items() if n != "exact"
@@ -156,7 +159,7 @@ def run_divide_factor():
         torch_bf16.reduce_gradients(model, optimizer_of(model))
         model(gradients(rank, 1)).backward()
         parts = [bits(gradients(each, 1)["wide"]) for each in ranks]
-        divided = oracle.bf16_nearest(oracle.sum_of_ranks(parts) / np.float32(factor))
+        divided = oracle_formats.bf16_nearest(oracle.sum_of_ranks(parts) / np.float32(factor))
         np.testing.assert_array_equal(whole(named(model)["wide"].grad), divided)
 
 
