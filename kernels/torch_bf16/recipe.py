@@ -32,10 +32,7 @@ _CHOICES = {
     "offload": (OFFLOADS, "does not say what is to live in host memory"),
     "vectors": (VECTORS, "is not a way to keep one-dimensional parameters"),
 }
-_FAULTS = {
-    "is a format for weights": list(ROLES["weights"]),
-    "does not store bf16 weights": list(ROLES["exp_avg"]),
-}
+_NUMBERS = {"weights": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,9 @@ class Recipe:
         for role, known in ROLES.items():
             name = getattr(self, role)
             if not isinstance(name, str) or name not in known:
-                fault = next((why for why, names in _FAULTS.items() if name in names), "is unknown")
-                raise ValueError(f"{role}={name!r} {fault}; use one of {', '.join(known)}")
+                raise ValueError(
+                    f"{role}={name!r} {_fault(role, name)}; use one of {', '.join(known)}"
+                )
         for option, (known, fault) in _CHOICES.items():
             if (value := getattr(self, option)) not in known:
                 raise ValueError(f"{option}={value!r} {fault}; use one of {', '.join(known)}")
@@ -171,6 +169,18 @@ class Recipe:
             return FP32
         # The control that is meant to lose updates loses them everywhere.
         return BF16_PLUS_16 if chosen.stochastic else chosen
+
+
+def _fault(role: str, name: Any) -> str:
+    """What is wrong with a format's name that is none of the role's."""
+    others = [of for of, known in ROLES.items() if name in [*known]]
+    if not others:
+        return "is unknown"
+    return (
+        "does not store bf16 weights"
+        if role == "weights"
+        else f"is a format for {_NUMBERS[others[0]]}"
+    )
 
 
 RECIPES: dict[str, Recipe] = {

@@ -13,12 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
 from torch_bf16.gradients import release as release_module
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
 
 RELEASE = {"max_norm": None}
-OPTIMIZERS = [
-    "Adam", "AdamW", "NAdam", "RAdam", "ADOPT", "SGD", "Lion", "RMSprop", "Adagrad", "Muon",
-    "Adafactor", "AdamWScheduleFree", "SGDScheduleFree",
-]  # fmt: skip
 
 
 def network(recipe="bf16-stochastic"):

@@ -17,6 +17,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe, get_recipe
+from torch_bf16.formats import FP32, ROLES
 
 
 @every_class
@@ -43,6 +44,12 @@ def test_an_unknown_recipe_lists_the_known_ones(ours, recipe, match):
         torch_bf16.cast_model(module, recipe)
     assert module.weight.dtype == torch.float32
     assert_steps(ours([p], lr=0.1))
+
+
+def test_a_format_for_one_kind_of_moments_is_refused_for_the_other_by_that_name(monkeypatch):
+    monkeypatch.setitem(ROLES["exp_avg_sq"], "exponent8", FP32)
+    with pytest.raises(ValueError, match="exp_avg='exponent8' is a format for second moments; use"):
+        Recipe(exp_avg="exponent8")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ import gpu_table
 import pytest
 from forked_scripts import run_script
 
+import torch_bf16
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 START = (ROOT / "docs" / "start.md").read_text()
@@ -89,3 +92,22 @@ def test_a_package_index_is_given_no_relative_link(package_index: ModuleType) ->
         assert inside is None or (ROOT / inside[1]).exists(), target
     for groups in re.findall(there, package_index.with_absolute_links(README, None)):
         assert "".join(groups).startswith("https://")
+
+
+def test_the_optimizers_are_listed_and_counted() -> None:
+    kinds = [getattr(torch_bf16, name) for name in torch_bf16.__all__]
+    ours = {
+        kind.__name__
+        for kind in kinds
+        if isinstance(kind, type)
+        and issubclass(kind, torch_bf16.BF16Optimizer)
+        and kind is not torch_bf16.BF16Optimizer
+    }
+    assert {*OPTIMIZERS} == ours, "see _CLASSES of tools/estimate/optimizers.py"
+    page = (ROOT / "docs" / "optimizers.md").read_text().partition("\n## ")[0]
+    assert ours <= {*re.findall(r"`(\w+)`", page)}, "a row of docs/optimizers.md"
+    words = ("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen")
+    counted = words[len(ours) - 12]
+    assert f"[{counted} optimizers and any other](" in README, "the count in README.md"
+    peers = (ROOT / "docs" / "peers.md").read_text()
+    assert f"[our {counted}](" in peers, "the count in docs/peers.md"

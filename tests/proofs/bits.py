@@ -23,13 +23,14 @@ from torch import Tensor
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.formats import ROLES
 from torch_bf16.tools.bench.rules import RULES
 
 RECORD = Path(__file__).with_suffix(".json")
 STEPS = 50
 
-WEIGHTS = ("bf16_stochastic", "bf16_nearest", "bf16+8", "bf16+16", "bf16+fp32")
-MOMENTS = ("fp32", "bf16_nearest", "bf16_stochastic", "int8")
+WEIGHTS = tuple(ROLES["weights"])
+MOMENTS = tuple(name for name in ROLES["exp_avg"] if name in ROLES["exp_avg_sq"])
 NAMED = ("bf16-stochastic", "bf16-fp32-master")
 
 

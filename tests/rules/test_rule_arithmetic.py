@@ -8,7 +8,7 @@ import pytest
 from bucket_cases import HYPER
 from every_rule import RULES
 
-from torch_bf16.rules import arithmetic
+from torch_bf16.rules import FIRST_MOMENT, ITERATE, arithmetic
 from torch_bf16.rules.nadam import mu_product
 
 
@@ -58,3 +58,9 @@ def test_nadams_product_is_that_of_all_steps(beta1, decay):
         product *= beta1 * (1 - 0.5 * 0.96 ** (step * decay))
         # What counts is 1 minus the product, to far less than a step of fp32.
         assert abs(mu_product(beta1, decay, step) - product) <= 1e-10 * (1 - product)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_weights_beside_the_weights_share_their_noise_with_no_first_moment(name):
+    roles = {state.role for state in RULES[name].states}
+    assert not roles >= {ITERATE, FIRST_MOMENT}, "give ITERATE a stream in backends/bucket.py"
