@@ -173,14 +173,12 @@ class Recipe:
 
 def _fault(role: str, name: Any) -> str:
     """What is wrong with a format's name that is none of the role's."""
-    others = [of for of, known in ROLES.items() if name in [*known]]
-    if not others:
+    roles = [other for other, known in ROLES.items() if name in [*known]]
+    if not roles:
         return "is unknown"
-    return (
-        "does not store bf16 weights"
-        if role == "weights"
-        else f"is a format for {_NUMBERS[others[0]]}"
-    )
+    if role == "weights":
+        return "does not store bf16 weights"
+    return f"is a format for {_NUMBERS[roles[0]]}"
 
 
 RECIPES: dict[str, Recipe] = {
