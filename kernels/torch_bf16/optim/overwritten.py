@@ -72,7 +72,7 @@ def drop_remainders(
     members = written()
     if not members:
         return False
-    _warn_of_second_master(optimizer, members)
+    _warn_of_second_master(optimizer, [each.shard for each in members])
     for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
@@ -152,11 +152,11 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
     return loaded is not None
 
 
-def _warn_of_second_master(optimizer: BF16Optimizer, members: Sequence[_Written]) -> None:
+def _warn_of_second_master(optimizer: BF16Optimizer, written: Sequence[Shard]) -> None:
     engine = optimizer._engine
     if engine.warned_of_second_master:
         return
-    shared = [each.shard for each in members if engine.stepped_by_another(each.shard)]
+    shared = [each for each in written if engine.stepped_by_another(each)]
     if shared:
         engine.warned_of_second_master = True
         warnings.warn(
@@ -194,6 +194,8 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
         count=counts,
         count_in_place=counts and engine.updates <= _LOOKS,
     )
+    if written.in_place:
+        _warn_of_second_master(optimizer, shards)
     if written.in_place and not engine.warned_of_second_master:
         recent = [each for each in engine.blended_steps if each > engine.updates - _WINDOW]
         engine.blended_steps = [*recent, engine.updates]
