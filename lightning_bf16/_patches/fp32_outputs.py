@@ -22,7 +22,8 @@ __all__ = ["Fp32Outputs", "to_fp32"]
 def to_fp32(data: Any) -> Any:
     """``data`` with its bf16 tensors in fp32, also those in dataclasses.
 
-    If there is none, this is ``data`` itself.
+    If there is none, this is ``data`` itself. As in Lightning, fields with ``init=False`` stay as
+    they are, unless the dataclass is frozen.
 
     Example:
         >>> to_fp32({"loss": torch.ones((), dtype=torch.bfloat16), "n": 3})

@@ -90,35 +90,73 @@ def test_steps_may_be_counted_by_group(tmp_path):
     assert expected(tmp_path, weight, states) == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("corrects", [False, True, None])
 def test_prodigy_scales_its_learning_rate(corrects, tmp_path):
-    """Its moments are those of ``d * g``; it keeps flattened tensors, too."""
+    """Its moments are those of ``d * g``; it keeps flattened tensors, too.
+
+    They are corrected for their start only on request, for which some classes have no option.
+    """
     weight = torch.zeros(64, 64)
     plain = expected(tmp_path, weight, of_another_library(group={"weight_decay": 0.0}))
-    options = {"lr": 1.0, "d": 2e-3, "d_coef": 1.0, "use_bias_correction": corrects}
+    options = {"lr": 1.0, "d": 2e-3, "d_coef": 1.0}
+    if corrects is not None:
+        options["use_bias_correction"] = corrects
     flat = torch.zeros(64 * 64)
     states = of_another_library(group={**options, "weight_decay": 0.0}, s=flat, p0=flat)
     bias = 1.0 if corrects else (1 - 0.9**40) / (1 - 0.999**40) ** 0.5
     assert expected(tmp_path, weight, states) == pytest.approx(plain * 2 * bias, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("group", "more"),
-    [
-        ({"grad_averaging": True}, {}),  # LAMB
-        ({"wd_ratio": 0.1}, {}),  # AdamP
-        ({"d": 1e-3}, {}),  # D-Adaptation, whose first moment includes lr
-        ({}, {"exp_avg_slow": torch.ones(64, 64)}),  # AdEMAMix
-        ({}, {"Q": [torch.eye(64), torch.eye(64)]}),  # SOAP
-        # ADOPT and LaProp of pytorch_optimizer: gradients are divided before they are averaged.
-        ({}, {"exp_avg": torch.ones(64, 64)}),
-    ],
-    ids=["LAMB", "AdamP", "D-Adaptation", "AdEMAMix", "SOAP", "ADOPT"],
-)
-def test_what_is_not_adam_s_is_not_judged_as_adam(group, more, tmp_path):
+NOT_ADAMS = {
+    "LAMB": ({"grad_averaging": True}, {}),
+    "AdamP": ({"wd_ratio": 0.1}, {}),
+    "D-Adaptation": ({"d": 1e-3}, {}),  # whose first moment includes lr
+    "AvaGrad": ({"gamma": 0.1}, {}),
+    "AdEMAMix": ({}, {"exp_avg_slow": torch.ones(64, 64)}),
+    "SOAP": ({}, {"Q": [torch.eye(64), torch.eye(64)]}),
+    # Their first moment is one of gradients that are already divided; LaProp's includes lr, too.
+    "LaProp": ({}, {"exp_avg_lr_1": 1e-3, "exp_avg_lr_2": 1.0}),
+    "ADOPT of pytorch_optimizer": ({}, {"exp_avg": torch.ones(64, 64)}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ADAMS)
+def test_what_is_not_adam_s_is_not_judged_as_adam(name, tmp_path):
+    group, more = NOT_ADAMS[name]
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     assert expected(tmp_path, weight, of_another_library()) is not None
     assert expected(tmp_path, weight, of_another_library(group=group, **more)) is None
+
+
+def test_a_weight_without_dimensions_is_judged_as_one_of_a_single_number(tmp_path):
+    found = []
+    for shape in ((), (1,)):
+        parameter = nn.Parameter(torch.ones(shape))
+        optimizer = torch.optim.AdamW([("w", parameter)], lr=1e-3)
+        parameter.grad = torch.ones(shape)
+        optimizer.step()
+        found.append(expected(tmp_path, parameter, optimizer.state_dict()))
+    assert found[0] == found[1] == pytest.approx(1e-3, rel=0.05)
+
+
+def test_a_single_number_beside_the_moments_of_a_single_weight_is_unknown_too(tmp_path):
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([("w", parameter)], lr=1e-3)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert expected(tmp_path, parameter, saved) is not None
+    saved["state"][0]["previous_grad"] = torch.ones(1)  # as DiffGrad's
+    assert expected(tmp_path, parameter, saved) is None
+
+
+@pytest.mark.parametrize("has_lr", [False, True])
+def test_a_buffer_that_includes_the_learning_rate_is_not_judged(has_lr, tmp_path):
+    _, optimizer = trained(KNOWN["torch.RMSprop"], 3)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr_in_momentum"] = has_lr  # timm's RMSpropTF
+    found = expected(tmp_path, torch.ones(64, 64), saved)
+    assert (found is None) == has_lr
 
 
 def test_a_stalled_run_of_adopt_is_not_cleared(tmp_path):

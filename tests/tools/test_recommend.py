@@ -253,11 +253,15 @@ def test_a_launcher_trains_what_is_not_changed():
 @pytest.mark.parametrize("host", HOSTS)
 def test_what_the_script_keeps_in_fp32_stands_in_what_to_write(host):
     chosen = judge([seen(update=1e-2)]).chosen
-    kept = replace(chosen, options={"keep_fp32": ["head", "*.router", torch.nn.LayerNorm]})
-    line = lines(host, kept, "python train.py")[1]
-    assert 'keep_fp32=["head", "*.router", LayerNorm]' in line
-    compile(line, "lines", "exec")
-    assert launch_line(host, kept, "python train.py") is None
+    for key, written in ((torch.nn.LayerNorm, "LayerNorm"), ("[0,1].*", '"[0,1].*"')):
+        kept = replace(chosen, options={"keep_fp32": ["head", "*.router", key]})
+        line = lines(host, kept, "python train.py")[1]
+        assert f'keep_fp32=["head", "*.router", {written}]' in line
+        compile(line, "lines", "exec")
+        # A class has no name in a shell, and commas separate patterns there.
+        assert launch_line(host, kept, "python train.py") is None
+        shell = lines("trainer", kept, "python train.py")[0]
+        assert shell.endswith("BF16_KEEP_FP32='head,*.router'")
 
 
 def test_a_shell_is_told_patterns_and_does_not_expand_them():

@@ -216,7 +216,7 @@ def load(
 def _put_back(optimizer: BF16Optimizer, exact: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Put back the fp32 states that a class's own ``load_state_dict`` has cast to bf16.
 
-    Some cast states to their parameter's dtype when torch's method has run, as adv_optm's do.
+    Some cast states to their parameter's dtype once torch's method has run, as adv_optm's do.
     """
     for parameter, state in exact.items():
         live = dict.get(optimizer.state, parameter, {})

@@ -29,8 +29,8 @@ def _missing() -> str | None:
     except Exception as error:
         # Programs that silence ranks replace builtins.print, which Numba needs as it was.
         return (
-            f"Numba cannot be imported any more ({type(error).__name__}: {error}); import numba at "
-            "the start of the program, before it replaces functions such as print"
+            f"Numba cannot be imported ({type(error).__name__}: {error}). If the program replaces "
+            "functions such as print, import numba before it does"
         )
     if numba.config.DISABLE_JIT:  # pyright: ignore
         return "Numba's compiler is switched off; unset NUMBA_DISABLE_JIT"

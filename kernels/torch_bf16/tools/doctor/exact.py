@@ -6,6 +6,7 @@ A master is whatever an optimizer, of ours or another library's, keeps of a weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -94,15 +95,24 @@ def moment(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Read | 
     # Codes are saved with one more dimension.
     if getattr(state[name], "shape", None) not in (tuple(shape), (*shape, 1)):
         return None
+    readers = []
     for key, plane in planes:
         each = state[key]
-        if not isinstance(each, SavedTensor) or each.numel != -(-prod(shape) // plane.block):
+        blocks = -(-prod(shape) // plane.block)
+        if not isinstance(each, (SavedTensor, Tensor)) or prod(each.shape) != blocks:
             return None
+        # Single numbers are read with the file.
+        readers.append(each.read if isinstance(each, SavedTensor) else partial(_elements, each))
 
     def read(start: int, stop: int) -> Tensor:
         pieces = [
-            state[key].read(start // plane.block, -(-stop // plane.block)) for key, plane in planes
+            of_plane(start // plane.block, -(-stop // plane.block))
+            for of_plane, (_, plane) in zip(readers, planes, strict=True)
         ]
         return format_.decode(pieces)
 
     return read
+
+
+def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor.detach().flatten()[start:stop].clone()

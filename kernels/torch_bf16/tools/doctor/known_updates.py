@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_bf16.checkpoints.reader import SavedTensor
 from torch_bf16.rules.weight_decay import decay_per_lr
-from torch_bf16.states.views import MASTERS
+from torch_bf16.states.views import COUNTER, MASTERS
 from torch_bf16.tools.foreign_states import extra_bits
 
 from .exact import CHUNK, Read, moment
@@ -28,13 +27,17 @@ now, in fp32."""
 
 # Options of SGD and of RMSprop, whose buffer is the update. Muon and others make theirs from it.
 _UPDATE_IS_BUFFER = ("dampening", "centered")
+_BUFFER_HAS_LR = "lr_in_momentum"  # an option of timm's RMSpropTF
 # Of ADOPT, ours and timm's, whose first moment is the update; of Prodigy, which scales lr by d.
 _UPDATE_IS_FIRST_MOMENT = ("clip", "clip_exp")
 _PRODIGY = "d_coef"
-# Of LAMB and of AdamP, who scale and project whole tensors, and of D-Adaptation.
-_UNKNOWN = ("grad_averaging", "trust_clip", "wd_ratio", "d")
+# Of LAMB, AdamP, D-Adaptation, AvaGrad, DualAdam and Conda, in this order.
+_UNKNOWN = {
+    *("grad_averaging", "trust_clip", "wd_ratio", "d", "gamma", "switch_rate", "update_proj_gap")
+}
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_COUNTS = ("step", "mu_product", COUNTER)
 _OF_PRODIGY = ("s", "p0")
 
 
@@ -43,8 +46,9 @@ def known_update(
 ) -> Update | None:
     """The next update of a weight, as if its gradient were the mean that is saved.
 
-    Known are those of Adam, AdamW, NAdam, RAdam, ADOPT, Prodigy and Lion, and of SGD and RMSprop
-    with momentum.
+    Known are those of Adam, AdamW, NAdam, ADOPT, Prodigy and Lion, of SGD and RMSprop with
+    momentum, and of RAdam of torch and ours. A class whose states and options are all Adam's, as
+    another library's RAdam's, is taken for Adam.
 
     Args:
         state: what the optimizer keeps for the weight.
@@ -54,13 +58,15 @@ def known_update(
     """
     buffer = moment(state, "momentum_buffer", shape)
     if buffer is not None and any(key in group for key in _UPDATE_IS_BUFFER):
+        if group.get(_BUFFER_HAS_LR):
+            return None
         return lambda w, start, stop: buffer(start, stop) * -lr
     known = (*_MOMENTS, *_OF_PRODIGY) if _PRODIGY in group else _MOMENTS
     betas = group.get("betas")
     first = moment(state, "exp_avg", shape)
     if first is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return None
-    if not _keeps_only(known, state) or (_PRODIGY not in group and group.keys() & {*_UNKNOWN}):
+    if not _keeps_only(known, state) or (_PRODIGY not in group and group.keys() & _UNKNOWN):
         return None
     decay = _decay(group)
     if any(key in group for key in _UPDATE_IS_FIRST_MOMENT):
@@ -89,12 +95,11 @@ def finite(value: Any, default: float) -> float:
 
 
 def _keeps_only(known: Sequence[str], state: Mapping[str, Any]) -> bool:
-    """Whether a state has no tensors but these moments and what belongs to the weight."""
-    planes = {*known, *(f"{name}_scale" for name in known)}
-    return not any(
-        isinstance(each, (list, tuple, dict)) or (isinstance(each, SavedTensor) and each.numel > 1)
+    """Whether a state has nothing but these moments, counts and what belongs to the weight."""
+    expected = {*known, *(f"{name}_scale" for name in known), *_COUNTS, *MASTERS}
+    return all(
+        key in expected or extra_bits(key) or each is None or isinstance(each, (bool, str))
         for key, each in state.items()
-        if key not in planes and key not in MASTERS and not extra_bits(key)
     )
 
 
@@ -108,8 +113,9 @@ def _decay(group: Mapping[str, Any]) -> float:
 def _are_of_one_gradient(first: Read, second: Read, rates: list[float], numel: int) -> bool:
     """Whether the first moment can be a mean of what the second is the mean square of.
 
-    In ADOPT and LaProp, whose options say nothing, it is a mean of gradients already divided. By
-    Cauchy and Schwarz ``m**2 <= v * (1 - beta1)**2 / ((1 - beta2) * (1 - beta1**2 / beta2))``.
+    In pytorch_optimizer's ADOPT, whose options say nothing, it is a mean of gradients already
+    divided, which is larger unless they are large. By Cauchy and Schwarz
+    ``m**2 <= v * (1 - beta1)**2 / ((1 - beta2) * (1 - beta1**2 / beta2))``.
     """
     beta1, beta2 = rates
     if beta1 * beta1 >= beta2:
@@ -125,7 +131,8 @@ def _adam(
 ) -> Update:
     eps, decay = finite(group.get("eps"), 1e-8), _decay(group)
     # Moments that are not corrected for their start, or of an unknown age, are as old as can be.
-    corrected = step and group.get("use_bias_correction", group.get("bias_correction", True))
+    by_default = group.get("bias_correction", _PRODIGY not in group)
+    corrected = step and group.get("use_bias_correction", by_default)
     bias1, bias2 = (1 - beta**step if corrected else 1.0 for beta in rates)
     if _PRODIGY in group:
         d = finite(group.get("d"), 0.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .verdict import Candidate
 
-__all__ = ["launch_line", "lines", "literal"]
+__all__ = ["launch_line", "lines", "literal", "without_variable"]
 
 _PLUGINS = {
     "lightning": ("lightning_bf16", "Trainer"),
@@ -59,8 +60,7 @@ def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
         candidate: the recipe.
         command: the command that starts the training: ``python`` and its arguments.
     """
-    kept = candidate.options.get("keep_fp32", ())
-    if len(_patterns(kept)) < len(kept):
+    if without_variable(candidate.options.get("keep_fp32", ())):
         return None
     if host in _PLUGINS:
         return " ".join([f"BF16_MODE={candidate.mode}", *_variables(candidate.options), command])
@@ -72,21 +72,26 @@ def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
     return f"{launched} {command.removeprefix('python ')}"
 
 
+def without_variable(keep_fp32: Sequence[str | type]) -> list[str | type]:
+    """What to keep in fp32 that no variable can say: classes, and patterns with commas."""
+    return [key for key in keep_fp32 if isinstance(key, type) or "," in key]
+
+
 def _variables(options: Mapping[str, Any]) -> list[str]:
-    """Assignments for a shell, in which classes of modules have no name."""
-    words = {
-        name: value if isinstance(value, str) else ",".join(_patterns(value))
-        for name, value in options.items()
-    }
+    """Assignments for a shell."""
+    words = {name: _word(value) for name, value in options.items()}
     return [f"BF16_{name.upper()}={shlex.quote(word)}" for name, word in words.items() if word]
 
 
-def _patterns(keep_fp32: Sequence[str | type]) -> list[str]:
-    return [key for key in keep_fp32 if isinstance(key, str)]
+def _word(value: str | Sequence[str | type]) -> str:
+    if isinstance(value, str):
+        return value
+    unsaid = without_variable(value)
+    return ",".join(str(key) for key in value if key not in unsaid)
 
 
 def literal(value: Any) -> str:
     """An option's value as one writes it in Python."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(literal, value))}]"
-    return value.__name__ if isinstance(value, type) else f'"{value}"'
+    return value.__name__ if isinstance(value, type) else json.dumps(value)

@@ -13,7 +13,7 @@ from torch_bf16.tools.output import number, print_sentences, print_table, share
 from torch_bf16.tools.sampling import STALLING
 
 from .host import Host
-from .lines import launch_line, lines, literal
+from .lines import launch_line, lines, literal, without_variable
 from .observation import Observation
 from .ranges import ranges
 from .reasons import megabytes, reasons
@@ -84,11 +84,11 @@ def record(
             "lets it pass"
         )
     if kept:
-        has_classes = any(isinstance(key, type) for key in found.models.kept)
+        unsaid = without_variable(found.models.kept)
         notes.append(
             f"what keep_fp32={literal(found.models.kept)} keeps in fp32 was judged as such, so the "
             "lines to write repeat it"
-            + (", but for classes of modules, which a shell cannot name" if has_classes else "")
+            + (f"; a shell's variable cannot say {literal(unsaid)}" if unsaid else "")
         )
     if found.infinite:
         notes.append(f"{found.infinite} steps with gradients that are not finite were left out")
