@@ -348,23 +348,6 @@ def test_two_optimizers_of_one_weight_see_each_others_steps():
     assert p.float().mean() > 1.012
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["p.data read later", "from the start"])
-def test_who_is_told_of_a_second_master_is_not_told_that_weights_are_blended(reads):
-    p = nn.Parameter(torch.linspace(-1, 1, 64).bfloat16())
-    both = [torch_bf16.SGD([p], lr=0.05, recipe="bf16-fp32-master") for _ in range(2)]
-    p.grad = torch.full_like(p, -1.0)
-    for optimizer in both:
-        optimizer.step()
-    for optimizer in both:
-        if reads:
-            _ = p.data  # from which on its numbers are compared
-        with pytest.warns(UserWarning, match="another optimizer has stepped"):
-            optimizer.step()
-    for optimizer in both * 8:
-        _ = p.data
-        optimizer.step()
-
-
 def test_what_an_optimizer_has_put_aside_does_not_judge_the_states_of_another():
     p, first = make()
     saved, weights = copy.deepcopy(first.state_dict()), p.detach().clone()

@@ -8,7 +8,7 @@ from foreign_cases import OWN
 from optimizer_cases import make_optimizer, take_steps
 from torch import nn
 
-from torch_bf16 import cast_model, convert, get_recipe
+from torch_bf16 import SGD, cast_model, convert, get_recipe
 from torch_bf16.engine.versions import Snapshot, Versions
 from torch_bf16.sharding import shard_of
 
@@ -160,6 +160,23 @@ def test_a_second_optimizer_with_masters_of_the_same_weights_is_named(name):
     assert len(found) == 2
     assert "has stepped 2 of the parameters of this" in str(found[0].message)
     assert "of shape (8, 64)" in str(found[0].message)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["p.data read later", "from the start"])
+def test_who_is_told_of_a_second_master_is_not_told_that_weights_are_blended(reads):
+    p = nn.Parameter(torch.linspace(-1, 1, 64).bfloat16())
+    both = [SGD([p], lr=0.05, recipe="bf16-fp32-master") for _ in range(2)]
+    p.grad = torch.full_like(p, -1.0)
+    for optimizer in both:
+        optimizer.step()
+    for optimizer in both:
+        if reads:
+            _ = p.data  # from which on its numbers are compared
+        with pytest.warns(UserWarning, match="another optimizer has stepped"):
+            optimizer.step()
+    for optimizer in both * 8:
+        _ = p.data
+        optimizer.step()
 
 
 def test_optimizers_of_other_weights_or_one_that_stopped_are_not():
