@@ -10,9 +10,9 @@ from foreign_cases import (
     ADAMW_WITH_AMSGRAD,
     CountsInState,
     LoadsByItself,
+    Momentum,
     exact_weights,
     make_run,
-    momentum_step,
     train,
 )
 from optimizer_cases import bits
@@ -36,17 +36,8 @@ def test_a_class_that_loads_without_torchs_hooks_resumes_bit_for_bit(recipe, ane
     assert all(map(torch.equal, map(bits, model.parameters()), expected))
 
 
-class CastsWhatItHasLoaded(torch.optim.Optimizer):
+class CastsWhatItHasLoaded(Momentum):
     """Casts states to its weights' dtype once torch has loaded them, as adv_optm's classes do."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure=None):
-        momentum_step(
-            self,
-            lambda group, p: self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)),
-        )
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)

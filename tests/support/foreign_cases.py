@@ -36,11 +36,15 @@ OWN = {
 ADAMW_WITH_AMSGRAD = unknown(torch.optim.AdamW, lr=0.01, amsgrad=True)
 
 
-class Normed(torch.optim.Optimizer):
-    """Descent by the gradient over the norm of all gradients."""
+class Descent(torch.optim.Optimizer):
+    """A class of its own, whose only option is its rate."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
+
+
+class Normed(Descent):
+    """Descent by the gradient over the norm of all gradients."""
 
     def step(self, closure=None):
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -79,11 +83,8 @@ class Counter(torch.optim.Optimizer):
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
-class CountsInState(torch.optim.Optimizer):
+class CountsInState(Descent):
     """Descent at a growing rate, counted under a key of ``state`` that is not a parameter."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -145,17 +146,18 @@ class KeepsInGroups(torch.optim.SGD):
         )
 
 
-class LoadsByItself(torch.optim.Optimizer):
-    """Wraps states in its state dicts, and loads without torch's hooks, as bitsandbytes does."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
+class Momentum(Descent):
+    """Keeps a momentum in its state, and steps by it."""
 
     def step(self, closure=None):
         momentum_step(
             self,
             lambda group, p: self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)),
         )
+
+
+class LoadsByItself(Momentum):
+    """Wraps states in its state dicts, and loads without torch's hooks, as bitsandbytes does."""
 
     def state_dict(self):
         content = super().state_dict()

@@ -20,22 +20,17 @@ from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.formats import FP32, ROLES, Format
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, Rule, State
+from torch_bf16.rules import Rule, State
 from torch_bf16.sharding import Shard, as_real, local, same_memory
 from torch_bf16.sharding import whole as gathered
 
 from .home import Home
 from .recoding import Changes, recode, recode_weight, stored_format
-from .views import COUNTER, MASTERS, masters_in
+from .views import COUNTER, MASTERS, MOMENTS, masters_in
 
 __all__ = ["complete_master", "complete_moment", "complete_state", "keys_of", "place_states"]
 
-_BESIDE_MOMENTS = {
-    plane
-    for role in (FIRST_MOMENT, SECOND_MOMENT)
-    for each in ROLES[role].values()
-    for plane in each.planes[1:]
-}
+_BESIDE_MOMENTS = {plane for each in MOMENTS for plane in each.planes[1:]}
 
 
 @cache

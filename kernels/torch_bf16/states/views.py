@@ -26,6 +26,7 @@ from .recoding import stored_format
 __all__ = [
     "COUNTER",
     "MASTERS",
+    "MOMENTS",
     "fp32_numbers",
     "from_view",
     "gatherable",
@@ -42,11 +43,12 @@ _AS_NUMBERS = {
     suffix: f"{suffix}_fp32" for suffix, dtype in _PLANES.items() if not dtype.is_floating_point
 }
 
-_MOMENTS = {each for role in (FIRST_MOMENT, SECOND_MOMENT) for each in ROLES[role].values()}
+MOMENTS = {each for role in (FIRST_MOMENT, SECOND_MOMENT) for each in ROLES[role].values()}
+"""The formats of moments."""
 # Of codes, and what the plane beside them is called: a tensor alone may be the user's own.
 _CODES = {
     (each.planes[0].dtype, plane.suffix)
-    for each in _MOMENTS
+    for each in MOMENTS
     for plane in each.planes[1:]
     if not each.planes[0].dtype.is_floating_point
 }
