@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from .argument_checks import check_max_norm, check_release_norm
+from .errors import warn
 from .recipe import RECIPES, Recipe, get_recipe
 
 __all__ = [
@@ -79,7 +79,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> dic
         {'keep_fp32': ('head', '*.router'), 'seed': 7}
     """
     for name, meant in misspelt_variables(environment).items():
-        warnings.warn(f"{name} is set, and nothing reads it; {meant} is read", stacklevel=2)
+        warn(f"{name} is set, and nothing reads it; {meant} is read")
     texts = {variable: environment.get(variable, "").strip() for variable in OPTIONS}
     return {
         name: _parse(variable, name, texts[variable])

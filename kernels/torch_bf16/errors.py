@@ -1,8 +1,10 @@
-"""Exceptions without a fitting built-in type, and contexts around errors."""
+"""Exceptions without a fitting built-in type, contexts around errors, and warnings."""
 
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +30,7 @@ __all__ = [
     "suffix_errors",
     "unchanged_by_errors",
     "version_numbers",
+    "warn",
     "with_article",
 ]
 
@@ -37,6 +40,9 @@ OLDEST_TORCH = (2, 7)
 UNTOUCHED = "Nothing was updated"
 
 _USERS = (ValueError, NotImplementedError)
+
+# Frames of these packages are not what a warning is about.
+_NOT_PROGRAMS = frozenset({"torch", "torch_bf16", "lightning_bf16", "accelerate_bf16"})
 
 Label = Callable[[], str]
 """Returns the name of something for a message; called only if there is a message."""
@@ -99,7 +105,8 @@ def with_article(each: object) -> str:
     if each is None:
         return "None"
     name = type(each).__name__
-    spelt = name[:2].isupper()  # SGD, RMSprop: the name of its first letter is read
+    # SGD and RMSprop begin with the name of a letter; SAM and LAMB are read as words.
+    spelt = name[:2].isupper() and not (name.isupper() and set(name) & set("AEIOU"))
     vowel = name[0] in "AEFHILMNORSX" if spelt else name[0] in "AEIOUaeiou"
     # As in UserModel, Unet and OneCycleLR.
     vowel = vowel and not re.match(r"(?i)use|unet|uni(?!n)|one|eu", name)
@@ -199,3 +206,19 @@ def unchanged_by_errors(groups: list[dict[str, Any]], group: Any) -> Iterator[No
             group.clear()
             group.update(before)
         raise
+
+
+def warn(message: str) -> None:
+    """Warn a user, and name the line of the program that led here.
+
+    Python's filters go by that line: those for ``torch_bf16`` would silence all that it has to say,
+    and a second program line would not be told of at all. A scheduler wraps ``step()`` in its
+    module, whose warnings Accelerate silences.
+
+    Args:
+        message: what the program does, what that costs, and what works instead.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_PROGRAMS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,11 +1,42 @@
-"""The living objects of a class, and those that refer to an object."""
+"""Sets of living objects, those of a class, and those that refer to an object."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
-__all__ = ["instances_of", "referrers_of"]
+__all__ = ["LivingSet", "instances_of", "referrers_of"]
+
+T = TypeVar("T")
+
+
+class LivingSet(Generic[T]):
+    """Objects by identity, in the order in which they were added, for as long as they live.
+
+    Threads need no lock, unlike for a ``WeakSet``, which fails if another one adds to it during an
+    iteration: an iteration is over the objects that were there when it began.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[T]] = {}
+
+    def add(self, member: T) -> None:
+        """Add an object, once."""
+        references, key = self._references, id(member)
+        if key not in references:
+            references[key] = weakref.ref(member, lambda _: references.pop(key, None))
+
+    def discard(self, member: T) -> None:
+        """Remove an object if it is there."""
+        self._references.pop(id(member), None)
+
+    def __iter__(self) -> Iterator[T]:
+        # One call into C: no other thread runs meanwhile.
+        for reference in [*self._references.values()]:
+            if (member := reference()) is not None:
+                yield member
 
 
 def referrers_of(*objects: Any) -> list[Any]:

@@ -54,6 +54,21 @@ def test_what_is_written_now_and_then_or_in_few_numbers_or_with_zeros_is_not_nam
         take_step(p, optimizer)
 
 
+def test_one_write_of_all_weights_is_not_taken_for_many_where_they_step_one_by_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6))).bfloat16()
+    optimizer = torch_bf16.AdamW(
+        model.parameters(), recipe="bf16-fp32-master", release={"max_norm": 1.0}
+    )
+    for step in range(3):
+        if step == 1:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(torch.randn_like(p))
+        model(torch.randn(4, 16).bfloat16()).square().mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("by_data", [False, True])
 def test_numbers_that_a_mask_leaves_keep_their_low_bits_however_few_they_are(by_data):
     p, optimizer = make()

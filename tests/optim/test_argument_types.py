@@ -106,6 +106,8 @@ def test_arguments_of_another_type_are_told_from_good_ones(call, match):
         ("AdamW", "an AdamW"),
         ("SGD", "an SGD"),
         ("RMSprop", "an RMSprop"),
+        ("SAM", "a SAM"),
+        ("ADOPT", "an ADOPT"),
         ("int", "an int"),
         ("Linear", "a Linear"),
         ("GPT", "a GPT"),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from torch_bf16.backends import StepInputs
+from torch_bf16.errors import warn
+from torch_bf16.living import LivingSet
 from torch_bf16.sharding import Shard
 
 from .data_writes import DataWatch
@@ -77,9 +76,7 @@ class Release(Protocol):
 
 
 # All that live, to find out whose step has written a weight.
-_engines: WeakSet[Engine] = WeakSet()
-# Threads may make optimizers while others step.
-_lock = threading.Lock()
+_engines: LivingSet[Engine] = LivingSet()
 
 
 def _no_model() -> None:
@@ -111,7 +108,7 @@ class Engine:
             warning has said that they are not.
         host: name of a host that takes a step by several calls, each with some of the groups.
         divided: what that host does with what the optimizer holds, for its description.
-        updates: how many steps have begun.
+        steps: how many steps were taken or skipped.
         blended_steps: the recent steps before which something else moved many numbers in place.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
         warned_of_second_master: whether a warning has said what a second optimizer of a weight
@@ -132,14 +129,13 @@ class Engine:
         self.host: str | None = None
         self.divided: str | None = None
         self.warned_of_data_writes = self.warned_of_second_master = False
-        self.updates = 0
+        self.steps = 0
         self.blended_steps: list[int] = []
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _no_model
         self.pending = Pending()
         self.invalidate()
-        with _lock:
-            _engines.add(self)
+        _engines.add(self)
 
     def tell_next_step(self, too_late: str) -> Pending:
         """The pending requests to the next step, for the caller to add to.
@@ -157,6 +153,11 @@ class Engine:
                 f"gradients are released, so that the step runs inside backward() and {too_late}"
             )
         return self.pending
+
+    def count(self, inputs: StepInputs) -> None:
+        """Count a step that was taken or skipped."""
+        self.steps += 1
+        self.pending.count(inputs)
 
     def discard(self) -> None:
         """Forget the requests to the next step, and the backward passes made for it so far."""
@@ -192,11 +193,10 @@ class Engine:
         has_norm = norm is not None
         self.last_norm = torch.tensor(norm, dtype=torch.float32, device="cpu") if has_norm else None
         if begun and not has_norm and self.release is not None and self.release.by_last_step:
-            warnings.warn(
+            warn(
                 "the state dict has no norm of the last step, by which this optimizer clips: the "
                 "next step clips each gradient by its own norm. get_optimizer_state_dict drops the "
                 "entry 'torch_bf16', which has it: save that of optimizer.state_dict(), too",
-                stacklevel=2,
             )
 
     def invalidate(self) -> None:
@@ -253,9 +253,7 @@ class Engine:
 
     def stepped_by_another(self, shard: Shard) -> bool:
         """Whether a step of another optimizer of ours has left a parameter as it is now."""
-        with _lock:
-            engines = [*_engines]
-        others = (each.snapshots.get(shard.parameter) for each in engines if each is not self)
+        others = (each.snapshots.get(shard.parameter) for each in _engines if each is not self)
         version = shard.version()
         return any(each is not None and each.version == version for each in others)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
+from torch_bf16.errors import warn
 from torch_bf16.sharding import all_same, gradients_of, local, version_of, versions_of
 
 __all__ = ["Pending", "check_capturable", "scale_in_place"]
@@ -126,12 +126,11 @@ class Pending:
         """
         if not self.settle(parameters):
             self.reset()
-            warnings.warn(
+            warn(
                 "gradients were clipped and then replaced or written before a step read them, for "
                 "example by model.zero_grad(), p.grad = None or another backward(): this step "
                 "scales nothing and skips nothing. Clip after the last backward() before the step, "
                 "and call torch_bf16.scale_gradients(optimizer) before you write them yourself",
-                stacklevel=3,
             )
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         skip = self._found_inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.engine import data_writes
-from torch_bf16.errors import UNTOUCHED
+from torch_bf16.errors import UNTOUCHED, warn
 from torch_bf16.optim.planning import keep_states
 from torch_bf16.sharding import world_size
 from torch_bf16.states.recoding import Changes
@@ -270,9 +269,8 @@ class OwnStep:
         unknown = named - made
         if unknown:
             # A warning, not an error: a state may be made after the first steps.
-            warnings.warn(
+            warn(
                 f"roles name {', '.join(sorted(unknown))}, and {self._kind.__name__} has made no "
                 "such state in its first steps, but "
                 f"{', '.join(sorted(made - {COUNTER, *MASTERS})) or 'none'}",
-                stacklevel=2,
             )

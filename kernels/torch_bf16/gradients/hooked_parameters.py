@@ -10,8 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
+from torch_bf16.living import LivingSet
 from torch_bf16.sharding import is_dtensor, places
 
 __all__ = ["HookedParameters", "released", "remove_with", "summed", "weakly"]
@@ -21,7 +22,7 @@ summed: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
 """The parameters whose gradients are summed in a format, each with the hooks that do so."""
 released: WeakValueDictionary[int, HookedParameters] = WeakValueDictionary()
 """The parameters that are stepped within the backward pass, each with the hooks that do so."""
-_all: WeakSet[HookedParameters] = WeakSet()
+_all: LivingSet[HookedParameters] = LivingSet()
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +114,7 @@ class HookedParameters:
 
     def drop(self, keys: Iterable[int]) -> None:
         """Unhook parameters, by id."""
-        peers = [each for each in [*_all] if each is not self and each._registry is self._registry]
+        peers = [each for each in _all if each is not self and each._registry is self._registry]
         peers = [each for each in peers if each._optimizer() is not None]
         for key in [*keys]:
             parameter, (hooks, _) = self.by_id.pop(key), self._hooks.pop(key)
@@ -130,7 +131,7 @@ class HookedParameters:
 
 def _unhook(registry: Any, hooked: dict[int, tuple[list[Any], Any]]) -> None:
     """Remove the hooks of an owner that is gone, in whatever thread collects garbage."""
-    left = [each for each in [*_all] if each._registry is registry]
+    left = [each for each in _all if each._registry is registry]
     for key, (hooks, _) in hooked.items():
         _remove_all(hooks)
         for each in left:

@@ -7,7 +7,6 @@ After "Full Parameter Fine-tuning for Large Language Models with Limited Resourc
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.errors import warn
 from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import any_flattened
@@ -167,10 +167,9 @@ def _warn_of_clipping() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
+        warn(
             "release=True: steps run inside backward(), so that torch.nn.utils.clip_grad_norm_ and "
             "a trainer's max_grad_norm find no gradient and clip nothing. Clip with "
             "release={'max_norm': 1.0, 'norm': 'last_step'} or 'parameter' in place of 'last_"
             "step', or say that nothing is clipped with release={'max_norm': None}",
-            stacklevel=6,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container
@@ -15,6 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
+from torch_bf16.errors import warn
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
@@ -384,8 +384,7 @@ def _warn_of_ordinary_steps(why: str) -> None:
     """Warn once that a release changes nothing, and why."""
     if why not in _said:
         _said.add(why)
-        warnings.warn(
+        warn(
             "gradients are released, and stay until optimizer.step(), which takes all steps: "
             f"{why}",
-            stacklevel=3,
         )

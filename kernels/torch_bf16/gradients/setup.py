@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from torch_bf16.engine.wrappers import held_optimizers, optimizer_for
+from torch_bf16.living import LivingSet
 
 from .accumulation import accumulate_gradients
 from .release import release_gradients
@@ -18,7 +18,7 @@ from .wire import reduce_gradients
 
 __all__ = ["end_releases", "setup_gradients"]
 
-_begun: WeakSet[ReleasedSteps] = WeakSet()
+_begun: LivingSet[ReleasedSteps] = LivingSet()
 """Releases that hosts have begun, and end; users end their own."""
 
 

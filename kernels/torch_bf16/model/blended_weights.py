@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_bf16.living import LivingSet
 from torch_bf16.torch_patches import Replacement, at_restore
 
 from .cast_modules import bf16_weights, cast_models
@@ -45,7 +46,7 @@ _steps = 0
 _begin: int | None = None
 _warned = False
 _searches = 0
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_optimizers: LivingSet[Any] = LivingSet()
 # Copies of parameters, each with the id of what it copied.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _weights: list[WatchedWeight] = []
@@ -76,7 +77,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
         lossy = _find_lossy(optimizer)
     if lossy is not None:
-        lossy.warn(stacklevel=3)
+        lossy.warn()
 
 
 def _find_lossy(optimizer: torch.optim.Optimizer) -> WatchedWeight | None:
@@ -214,7 +215,7 @@ def _never_trained(trained: Container[int]) -> Iterator[tuple[int, str]]:
 def _trained() -> Iterator[Tensor]:
     """The parameters that optimizers of ours have stepped; a target may be in their groups, too."""
     # Lists, because another thread may step one of them meanwhile.
-    keys = chain.from_iterable(list(dict.keys(each.state)) for each in list(_optimizers))
+    keys = chain.from_iterable(list(dict.keys(each.state)) for each in _optimizers)
     return (each for each in keys if isinstance(each, Tensor))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.errors import warn
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import has_run, units
@@ -201,11 +201,10 @@ def _warn_of_buffers(gradients: list[Tensor]) -> None:
     """Warn if gradients lie in a buffer, as a wrapper that reduces them all at once makes it."""
     views = sum(type(g) is Tensor and g.untyped_storage().nbytes() > g.nbytes for g in gradients)
     if views:
-        warnings.warn(
+        warn(
             f"gradients ({views} in all) lie in larger buffers, and after the cast each has memory "
             "of its own: what reduces, clips or zeroes the buffers does not reach it any more. "
             "Cast the model, or prepare() it, before what makes the buffers",
-            stacklevel=3,
         )
 
 

@@ -9,7 +9,6 @@ weights, and ema-pytorch's ``EMA`` calls ``Tensor.lerp_`` on one after the other
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from torch_bf16.errors import warn
 from torch_bf16.sharding import local
 from torch_bf16.torch_patches import Replacement
 
@@ -134,14 +134,13 @@ def _warn(name: str | None, mover: str) -> None:
         return
     _lookups, _warned = 0, True
     leave_copies()
-    warnings.warn(
+    warn(
         f"an average of {name!r} is bfloat16, as in the cast model that it copied, and {mover} "
         "rounds it to nearest: an update that moves it by less than half a bf16 spacing (0.2 to "
         "0.4 %) is lost, at decays above 0.99 most of them. What works: torch_bf16.EMA(model, "
         "decay), which is fp32; to make the average before the model is cast, or to call float() "
         "on its module once it is made, as it then follows the bf16 weights in fp32; or, in 2 "
         "bytes per parameter, AveragedModel with multi_avg_fn=torch_bf16.ema_multi_avg_fn(decay)",
-        stacklevel=4,
     )
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 
 import torch
 from torch import Tensor
+
+from torch_bf16.errors import warn
 
 __all__ = ["bf16_product_ratio", "warn_slow_products"]
 
@@ -36,13 +37,12 @@ def warn_slow_products() -> None:
     """Warn once in a process where bf16 products are slow, and say what to do."""
     ratio = bf16_product_ratio()
     if ratio > _SLOW:
-        warnings.warn(
+        warn(
             f"this CPU takes {ratio:.1f} times as long for a bf16 matrix product as for an fp32 "
             "one (bf16 needs AVX512-BF16, AMX or their like), so that forward and backward passes "
             "of a bf16 model are slow. compute='fp32' computes in fp32 over the same bf16 weights, "
             "and keeps the bytes of weights and optimizer: get_recipe(..., compute='fp32') for "
             "torch_bf16.prepare, BF16Precision(compute='fp32') or BF16_COMPUTE=fp32",
-            stacklevel=4,
         )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import warnings
 import weakref
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.errors import warn
 from torch_bf16.parameters import parameters_of
 
 __all__ = ["FOR_OTHERS", "warn_unconverted"]
@@ -71,11 +70,10 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             _named.add(optimizer)
             # What the advice names would refuse it.
             instead = _ADVICE_FOR_LBFGS if isinstance(optimizer, torch.optim.LBFGS) else advice
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} steps over bfloat16 weights of "
                 f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
                 f"and small ones are lost. {instead}",
-                stacklevel=_level_of_program(),
             )
 
     setattr(before_step, FOR_OTHERS, True)
@@ -88,17 +86,3 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 _hooks.remove((old_model, handle))
         _hooks.append((reference, registered))
     return registered
-
-
-def _level_of_program() -> int:
-    """The ``stacklevel``, in the caller, of the first frame outside of torch and this package.
-
-    A scheduler wraps ``step()`` in its module, whose warnings Accelerate silences.
-    """
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "torch",
-        "torch_bf16",
-    ):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from torch_bf16.errors import warn
 
 from .stochastic_writes import looks_stochastic
 
@@ -119,8 +120,8 @@ class WatchedWeight:
         self.lossy += not self.is_harmless
         return not self.is_harmless and self.lossy == _LOSSY_WRITES
 
-    def warn(self, stacklevel: int) -> None:
-        """Warn of what its writes lose; ``stacklevel`` counts from the caller, which is 1."""
+    def warn(self) -> None:
+        """Warn of what its writes lose."""
         if self.kind == "loose":
             what = f"a tensor outside of all modules follows {self.name!r} and is bfloat16, too"
             remedy = (
@@ -153,12 +154,11 @@ class WatchedWeight:
                 "or an optimizer that was converted, if it is to be trained"
             )
         compared = 0 if self.bits is None else self.bits.numel()
-        warnings.warn(
+        warn(
             f"{what}, and the program moves it between steps: of {compared} numbers the last write "
             f"has changed {self.changed}. It is rounded to nearest, so what moves a number by less "
             "than half a bf16 spacing (0.2 to 0.4 %) is lost, and an average or a target network "
             f"hardly moves. What works: {remedy}",
-            stacklevel=stacklevel + 1,
         )
 
 

@@ -173,7 +173,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def _count(self, inputs: StepInputs) -> None:
         """Update the counters after a step that was taken or skipped."""
-        self._engine.pending.count(inputs)
+        self._engine.count(inputs)
 
     def _update(
         self, parameters: list[Tensor], plan: Plan | None, setting: Setting, inputs: StepInputs

@@ -5,7 +5,6 @@ If fp32 weights were loaded, their remainders take the place of the old ones.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +16,7 @@ from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
+from torch_bf16.errors import warn
 from torch_bf16.formats import Format
 from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, shard_of
@@ -159,20 +159,18 @@ def _warn_of_second_master(optimizer: BF16Optimizer, written: Sequence[Shard]) -
     shared = [each for each in written if engine.stepped_by_another(each)]
     if shared:
         engine.warned_of_second_master = True
-        warnings.warn(
+        warn(
             f"another optimizer has stepped {len(shared)} of the parameters of this "
             f"{type(optimizer).__name__}, the first of shape {tuple(shared[0].parameter.shape)}, "
             "and both keep exact fp32 masters: what one master has beyond bf16 is dropped where "
             "the other changes a weight, so that small updates can be lost. Train each parameter "
             "by one optimizer, or leave these in fp32 by keep_fp32=('part_that_both_train.*',) "
             "(this warning appears only once)",
-            stacklevel=5,
         )
 
 
 def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine = optimizer._engine
-    engine.updates += 1
     if not data_writes.touched(engine.watches(parameters)):
         return
     if cuda_graphs.capturing(each.device for each in parameters):
@@ -192,13 +190,14 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
         optimizer.state,
         engine.snapshots,
         count=counts,
-        count_in_place=counts and engine.updates <= _LOOKS,
+        count_in_place=counts and engine.steps < _LOOKS,
     )
     if written.in_place:
         _warn_of_second_master(optimizer, shards)
     if written.in_place and not engine.warned_of_second_master:
-        recent = [each for each in engine.blended_steps if each > engine.updates - _WINDOW]
-        engine.blended_steps = [*recent, engine.updates]
+        recent = [each for each in engine.blended_steps if each > engine.steps - _WINDOW]
+        # Released steps come one by one.
+        engine.blended_steps = [*dict.fromkeys([*recent, engine.steps])]
     if written.through_data or len(engine.blended_steps) >= _BLENDS:
         engine.warned_of_data_writes, engine.blended_steps = True, []
         how = (
@@ -207,10 +206,9 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
             else f"{written.in_place} bf16 weights were written in place before this step, and "
             "before earlier ones"
         )
-        warnings.warn(
+        warn(
             f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
             "from an fp32 master. To average or blend weights, compute with fp32 ones: with "
             "torch_bf16.exact_weights(model, optimizer) as weights: ... (this warning appears only "
             "once)",
-            stacklevel=5,
         )

@@ -7,13 +7,13 @@ Each is parameter 0 of its optimizer then, and its position is all that keys its
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.member import Member
+from torch_bf16.errors import warn
 from torch_bf16.model.cast_modules import cast_models
 
 if TYPE_CHECKING:
@@ -60,11 +60,10 @@ def look(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
 
 
 def _warn(kind: str, names: list[str], seed: int) -> None:
-    warnings.warn(
+    warn(
         f"at least {len(names)} optimizers with one parameter each ({', '.join(names[:3])}, ...) "
         f"have no names for them and draw the same noise (seed {seed}), so that the roundings of "
         "different weights do not average out. Give each its name, "
         f"{kind}([(name, parameter)]) for name, parameter in model.named_parameters(), or use one "
         "optimizer and torch_bf16.release_gradients(model, optimizer)",
-        stacklevel=2,
     )
