@@ -226,3 +226,13 @@ def test_the_bits_of_a_cast_outlast_a_broadcast_of_the_same_numbers(recipe):
         lower = expected if bits.dtype == torch.float32 else split16(expected)[1]
         assert torch.equal(bits, lower)
     assert first.param_groups
+
+
+def test_an_optimizer_whose_conversion_was_refused_passes_nothing_on(recipe):
+    model = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    refused = torch.optim.AdamW(model.parameters())
+    step(refused, 0)
+    refused.state[model[0].weight]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(torch_bf16.StateMismatchError):
+        torch_bf16.convert(refused, recipe)
+    step(make(model, recipe), 1)

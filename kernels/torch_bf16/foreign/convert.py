@@ -14,6 +14,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.model.remainders import find_remainder
+from torch_bf16.optim import inherited_masters
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
@@ -158,6 +159,7 @@ def _become(
         engine = engine_of(converted)
         if engine is not None and engine.accumulation is not None:
             engine.accumulation.remove()
+        inherited_masters.forget(converted)
         converted.__class__ = source
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
@@ -166,9 +168,10 @@ def _become(
             group.update(options)
         raise
     for parameter, state in taken.items():
-        optimizer.state[parameter] = state
-        if not state:
-            del optimizer.state[parameter]
+        if state:
+            optimizer.state[parameter] = state
+        else:
+            optimizer.state.pop(parameter, None)
     pass_on(attributes, converted.state)
     # torch patches profiling and step hooks into a class when its first instance is made.
     converted._patch_step_function()

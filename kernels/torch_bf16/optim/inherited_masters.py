@@ -1,21 +1,20 @@
 """Exact masters that outlive the states they were in: they are parts of the weights.
 
-A second training of the same weights, with an optimizer of its own, would else start from the bf16
-numbers, and many short trainings at a small learning rate would hardly move. So would a training
-whose states are reset now and then.
+A second training of the same weights, with an optimizer of its own, would otherwise start from the
+bf16 numbers, and many short trainings at a small learning rate would hardly move. So would a
+training whose states are reset now and then.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from torch_bf16.backends import fetch
+from torch_bf16.living import LivingSet
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import local, shard_of
@@ -27,10 +26,9 @@ from .overwritten import without_remainders
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["inherit", "keep", "register"]
+__all__ = ["forget", "inherit", "keep", "register"]
 
-_optimizers: WeakSet[BF16Optimizer] = WeakSet()
-_lock = threading.Lock()
+_optimizers: LivingSet[BF16Optimizer] = LivingSet()
 
 
 def inherit(optimizer: BF16Optimizer) -> None:
@@ -38,8 +36,9 @@ def inherit(optimizer: BF16Optimizer) -> None:
 
     They are copied, and wait for the first step as the bits do that a cast drops.
     """
-    if others := register(optimizer):
-        waiting = _waiting(optimizer, parameters_of(optimizer))
+    if (others := register(optimizer)) and (
+        waiting := _waiting(optimizer, parameters_of(optimizer))
+    ):
         planes = {}
         for other in others:
             # Most of many optimizers, such as one for each parameter, have none of these.
@@ -77,10 +76,14 @@ def register(optimizer: BF16Optimizer) -> list[BF16Optimizer]:
     Returns:
         The other optimizers that live.
     """
-    with _lock:
-        others = [each for each in _optimizers if each is not optimizer]
-        _optimizers.add(optimizer)
+    others = [each for each in _optimizers if each is not optimizer]
+    _optimizers.add(optimizer)
     return others
+
+
+def forget(optimizer: Any) -> None:
+    """Let no other inherit masters from an optimizer that has become another library's again."""
+    _optimizers.discard(optimizer)
 
 
 def _has_master(state: Any) -> bool:
