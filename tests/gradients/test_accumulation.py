@@ -331,3 +331,18 @@ def test_a_cuda_graph_cannot_record_a_sum_that_counts_on_the_host(monkeypatch):
     assert torch.equal(
         wide.w.grad, torch.full_like(wide.w, 2 * gradient.item(), dtype=torch.float32)
     )
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # torch's, of create_graph
+@pytest.mark.parametrize("shape", [(65, 64), (3, 5)])
+def test_sums_with_a_graph_have_the_bits_of_those_without(shape):
+    sums = []
+    for create_graph in (False, True):
+        model, _ = model_and_optimizer("bf16_stochastic", shape)
+        for _ in range(20):
+            (model.w.square() * TINY).sum().backward(create_graph=create_graph)
+        sums.append(model.w.grad)
+    assert torch.equal(*sums)
+    assert sums[0].grad_fn is None
+    (second,) = torch.autograd.grad(sums[1].sum(), model.w)
+    assert second.float().sub(20 * 2 * TINY).abs().max() < 20 * 2 * TINY * 2**-5

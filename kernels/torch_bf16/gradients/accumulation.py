@@ -29,7 +29,6 @@ from torch_bf16.sharding import (
     before_backward_of,
     is_dtensor,
     local,
-    missing_memory,
     shard_of,
     units,
 )
@@ -39,7 +38,7 @@ from .ddp_sums import DdpReader, Fp32Reduction
 from .gathering import Gathering, Group, Waiting
 from .hooked_parameters import HookedParameters, remove_with, summed, weakly
 from .step_numbers import StepNumbers
-from .sums import Addition, add_all
+from .sums import Addition, add_all, addable, with_graph_of
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 
@@ -279,11 +278,13 @@ class GradientAccumulation:
             if self.format == "fp32":
                 parameter.grad = new.float()
             return
-        if not self._hooked.by_id or new.requires_grad or not _alike(new, total, parameter):
+        in_fp32 = total.dtype == torch.float32
+        by_torch = not self._hooked.by_id or not addable(new, total, parameter)
+        if by_torch or (in_fp32 and new.requires_grad):
             parameter.grad = total + new
             return
         parameter.grad = total
-        if total.dtype == torch.float32:
+        if in_fp32:
             with torch.no_grad():
                 local(total).add_(local(new))
         elif cuda_graphs.capturing([new.device]):
@@ -300,7 +301,13 @@ class GradientAccumulation:
         # A gradient that arrived in an enclosing pass is added first.
         self._gathering.settle(parameter)
         number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
-        memory = local(new).resolve_neg().contiguous()
+        memory = local(new.detach()).resolve_neg().contiguous()
+        if new.requires_grad:
+            # backward(create_graph=True): a sum in memory would have no graph.
+            copy = total.detach().clone(memory_format=torch.contiguous_format)
+            self._add_all(Group(parameter), {0: Addition(copy, memory, number)})
+            parameter.grad = with_graph_of(total + new, copy)
+            return
         addition = Addition(total, memory, number)
         sums = local(total)
         if not sums.is_contiguous():
@@ -381,16 +388,3 @@ def _check_dtypes(sharded: Iterable[Unit], format: str) -> None:
                 "without gradient synchronisation. Use fully_shard(module, "
                 "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
-
-
-def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
-    """Whether a gradient can be added to a sum directly in memory."""
-    if new.layout != torch.strided or total.layout != torch.strided:
-        return False
-    if type(new) is type(total) is Tensor and not is_dtensor(parameter):
-        return new.shape == total.shape == parameter.shape
-    # Tensors that are not sharded lack the attribute.
-    placed = getattr(new, "placements", None) == getattr(total, "placements", None)
-    # Kernels write to addresses; the step refuses, by name, tensors that have none.
-    in_memory = not missing_memory(new) and not missing_memory(total)
-    return placed and in_memory and local(new).shape == local(total).shape == local(parameter).shape

@@ -14,11 +14,11 @@ from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.rules import ACCUMULATE
-from torch_bf16.sharding import Span, local, shard_of
+from torch_bf16.sharding import Span, is_dtensor, local, missing_memory, shard_of
 
 from .gathering import Group
 
-__all__ = ["Addition", "add_all"]
+__all__ = ["Addition", "add_all", "addable", "with_graph_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,34 @@ def add_all(
         launch.batch.run_alike(new, count, bases=launch.noise(following))
     # The kernel writes through addresses, which autograd does not see.
     torch.autograd.graph.increment_version([each.total for each in additions.values()])
+
+
+def addable(new: Any, total: Any, parameter: Tensor) -> bool:
+    """Whether a gradient can be added to a sum directly in memory."""
+    if new.layout != torch.strided or total.layout != torch.strided:
+        return False
+    if type(new) is type(total) is Tensor and not is_dtensor(parameter):
+        return new.shape == total.shape == parameter.shape
+    # Tensors that are not sharded lack the attribute.
+    placed = getattr(new, "placements", None) == getattr(total, "placements", None)
+    # Kernels write to addresses; the step refuses, by name, tensors that have none.
+    in_memory = not missing_memory(new) and not missing_memory(total)
+    return placed and in_memory and local(new).shape == local(total).shape == local(parameter).shape
+
+
+def with_graph_of(graph: Tensor, numbers: Tensor) -> Tensor:
+    """A sum with the graph of another, which is rounded otherwise; its gradient is the other's."""
+    return _Renumbered.apply(graph, numbers)  # pyright: ignore
+
+
+class _Renumbered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Tensor, numbers: Tensor) -> Tensor:
+        return numbers.view_as(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        return gradient, None
 
 
 def _setting(optimizer: Any) -> tuple[Any, ...]:
