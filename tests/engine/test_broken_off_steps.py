@@ -1,11 +1,14 @@
 """A step that an error or an interrupt ends, and what the optimizer knows after it."""
 
+from itertools import product
+
 import pytest
 import torch
 from optimizer_cases import make_optimizer
 from torch import nn
 
 from torch_bf16 import Adafactor
+from torch_bf16.backends import eager
 from torch_bf16.engine import launches
 
 BF16 = torch.bfloat16
@@ -51,12 +54,39 @@ def trained(backend, weight, error, monkeypatch):
     return optimizer.exact_weight(parameters[0])
 
 
-@pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt()], ids=lambda e: repr(e))
-@pytest.mark.parametrize("weight", [contiguous, transposed])
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize(
+    ("backend", "weight", "error"),
+    [
+        *product(["cpu", "eager"], [contiguous, transposed], [MemoryError("full")]),
+        ("cpu", contiguous, KeyboardInterrupt()),
+    ],
+    ids=lambda given: getattr(given, "__name__", None) or repr(given),
+)
 def test_masters_of_what_was_updated_before_an_error_stay(backend, weight, error, monkeypatch):
     failed = trained(backend, weight, error, monkeypatch)
     assert torch.equal(failed, trained(backend, weight, None, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("backend", "weight"), [("eager", contiguous), ("eager", transposed), ("cpu", transposed)]
+)
+def test_an_interrupt_of_a_launch_of_several_calls_says_that_it_may_be_half_done(
+    backend, weight, monkeypatch
+):
+    parameters = [nn.Parameter(weight()) for _ in range(2)]
+    optimizer = make_optimizer("adamw", "master", backend, parameters)
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    optimizer.step()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(eager, "_encode", interrupted)
+    monkeypatch.setattr(launches, "_copy_each", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="2 parameters may be updated in part"):
+        optimizer.step()
+    assert [float(optimizer.state[each]["step"]) for each in parameters] == [1, 1]
 
 
 @pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt()], ids=lambda e: repr(e))
@@ -65,7 +95,7 @@ def test_states_of_a_step_along_directions_go_with_the_weight(shape, error, monk
     def trained(breaks):
         torch.manual_seed(0)
         parameter = nn.Parameter(torch.randn(shape).to(BF16))
-        optimizer = Adafactor([parameter], lr=1e-2, recipe="bf16-fp32-master", backend="eager")
+        optimizer = Adafactor([parameter], lr=1e-2, recipe="bf16-fp32-master", backend="cpu")
         follow = launches.Launch.follow
 
         def failing(self, *given):

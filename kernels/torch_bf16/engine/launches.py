@@ -107,6 +107,8 @@ class Launch:
         has_direction: whether the rule needs whole tensors, and follows a direction.
         reads_in_place: whether the kernel reads gradients where they are.
         has_statistic: whether a statistic is summed over whole tensors before the update.
+        in_one_call: whether an interrupt cannot end it halfway: Python raises it when native code
+            returns.
         rule_on_device: backend, rule and device: one source of scalars serves all that share them.
     """
 
@@ -132,6 +134,9 @@ class Launch:
         self._whole = all(row.task.span.numel == row.member.shard.memory.numel() for row in rows)
         self.has_direction = rows[0].member.direction is not None
         self.reads_in_place = self._whole and not self.copies and not self.has_direction
+        self.in_one_call = (
+            self.batch.backend.by_address and not self.batch.staged and not self.copies
+        )
         self._places: list[int] = self.member_numbers.tolist()
         self._known = self.member_numbers, self.member_numbers
         variant, backend_name = self.batch.variant, self.batch.backend.name

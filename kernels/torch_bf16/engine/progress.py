@@ -27,14 +27,18 @@ class Progress:
     def carry_out(self, launch: Launch, work: Callable[..., None], *arguments: Any) -> None:
         """Run a launch and note how far it came.
 
-        Python raises an interrupt when the kernel returns, in which the time goes: it is done then.
+        Python raises an interrupt when the kernel returns, in which the time goes: it is done then,
+        unless the launch has more to do.
         """
         self.done.add(launch)
         try:
             work(*arguments)
-        except Exception as error:
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            if interrupted and launch.in_one_call:
+                raise
             self.done.discard(launch)
-            if is_partial(error):
+            if interrupted or is_partial(error):
                 self.partial.add(launch)
             raise
 
@@ -42,11 +46,11 @@ class Progress:
         """Add to an error what was updated before it.
 
         Args:
-            error: what ended the step; an interrupt is left as it is.
+            error: what ended the step; an interrupt is left as it is, unless a launch was not.
             prepared: by the number of a parameter, which of its states already holds the gradients
                 of this step, although its weight is not updated.
         """
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) and not self.partial:
             return
         updated, partial = _members_of(self.done), _members_of(self.partial)
         what = f"{updated} parameters were updated and their steps counted, the others not"
