@@ -31,8 +31,12 @@ def averaged(*optimizers: Any) -> Iterator[list[Any]]:
         >>> with torch_bf16.averaged(optimizer):
         ...     weights = torch_bf16.fp32_state_dict(model, optimizer)
     """
-    every = [o for each in optimizers for o in (_followers(each) if _is_module(each) else [each])]
-    switched = [each for each in _unique(every) if _trains(each)]
+    every = {
+        id(o): o
+        for each in optimizers
+        for o in (_followers(each) if isinstance(each, nn.Module) else [each])
+    }
+    switched = [each for each in every.values() if _trains(each)]
     with ExitStack() as stack:
         for each in switched:
             # One that cannot be switched back keeps no other from it.
@@ -46,7 +50,8 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
 
     From now on ``model.eval()`` sets the weights to the averages, and ``model.train()`` to those
     that are trained, whatever wraps the model. Calling either on a part of the model switches
-    nothing. Optimizers without modes are ignored. Copies of the model are not followed.
+    nothing. Optimizers without modes are ignored. Copies of the model are not followed. A ``train``
+    that the model has as an attribute is still called.
 
     Args:
         model: the module that is called, or the one in a wrapper; its attribute ``train`` is set.
@@ -64,7 +69,7 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
     train = model.__dict__.get("train")
     switchable = [each for each in optimizers if callable(getattr(each, "eval", None))]
     if switchable and not isinstance(train, _Train):
-        train = model.__dict__["train"] = _Train(model)
+        train = model.__dict__["train"] = _Train(model, train)
     if isinstance(train, _Train):
         train.optimizers.update(switchable)
         train.switch(model.training)
@@ -73,13 +78,16 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
 class _Train:
     """Replaces the method ``train`` of one module, as an attribute of the instance."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, own: Any) -> None:
+        self._model, self._own = weakref.ref(model), own
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, mode: bool = True) -> nn.Module:
         model: Any = self._model()
-        type(model).train(model, mode)
+        if self._own is None:
+            type(model).train(model, mode)
+        else:
+            self._own(mode)
         self.switch(mode)
         return model
 
@@ -88,11 +96,7 @@ class _Train:
             each.train() if mode else each.eval()
 
     def __reduce__(self) -> Any:
-        return _Train, (self._model(),)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, nn.Module)
+        return _Train, (self._model(), self._own)
 
 
 def _followers(model: nn.Module) -> list[Any]:
@@ -103,7 +107,3 @@ def _followers(model: nn.Module) -> list[Any]:
 def _trains(optimizer: Any) -> bool:
     groups = getattr(optimizer, "param_groups", ())
     return callable(getattr(optimizer, "eval", None)) and any(g.get("train_mode") for g in groups)
-
-
-def _unique(values: list[Any]) -> list[Any]:
-    return list({id(each): each for each in values}.values())
