@@ -183,6 +183,12 @@ def test_gradients_that_fp16_rounds_to_zero_are_counted():
     assert layer.underflow(65504.0) == 0
 
 
+@pytest.mark.parametrize("batch", [(), (70,)])
+def test_convolutions_are_measured_with_and_without_a_batch(batch):
+    layer = torch.nn.Conv2d(3, 4, 3).requires_grad_(False)
+    assert errors_of(layer, (torch.randn(*batch, 3, 160, 160),))["bf16"] > 0
+
+
 def test_products_off_by_what_rounding_makes_of_them():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(64, 32).requires_grad_(False), torch.randn(16, 64)

@@ -17,7 +17,8 @@ from torch_bf16.sharding import bare_name, is_whole
 
 __all__ = ["ROUNDED", "Models", "Passing", "to_tf32"]
 
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_KINDS = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
 _NUMBERS = 1 << 16
 
 
@@ -142,7 +143,7 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
 
     Args:
         module: if its output is not a product, or rows of its weight, nothing is measured.
-        inputs: its positional arguments; only a part of the first dimension is used.
+        inputs: its positional arguments; only a part of the batch is used.
     """
     parameters = dict(module.named_parameters(recurse=False))
     known = isinstance(module, _KINDS) and inputs and isinstance(inputs[0], Tensor)
@@ -151,7 +152,9 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
     x = inputs[0].detach()
     if not x.numel():
         return {}
-    x = x[: max(1, _NUMBERS * len(x) // x.numel())] if x.ndim > 1 else x
+    # Without a batch, a convolution's input begins with its channels.
+    unbatched_ndim = module.weight.ndim - 1 if isinstance(module, _CONVOLUTIONS) else 1
+    x = x[: max(1, _NUMBERS * len(x) // x.numel())] if x.ndim > unbatched_ndim else x
     floats = x.is_floating_point()
 
     def output(rounded: Callable[[Tensor], Tensor]) -> Tensor:
