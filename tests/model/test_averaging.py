@@ -248,6 +248,8 @@ def test_wrong_arguments_are_refused():
         EMA(model(), format="bf16")
     with pytest.raises(ValueError, match="pass the module that EMA was made from"):
         EMA(model()).update_parameters(nn.Sequential(model()))
+    with pytest.raises(ValueError, match=r"swapped was given an OrderedDict and takes"):
+        EMA(model()).swapped(model().state_dict()).__enter__()
     wrapped = nn.Sequential(model())
     with (
         pytest.raises(ValueError, match="swapped: this model and the averaged one differ"),

@@ -226,6 +226,7 @@ class EMA(AveragedModel):
             ValueError: ``model`` is not the one that is averaged, is wrapped, or was sharded since.
             NotImplementedError: as for the constructor.
         """
+        check_module("swapped", model)
         averages, own = self._pairs("swapped", model)
         sharded = [(own[name], averages[name]) for name in own if is_dtensor(own[name])]
         plain = {name: tensor for name, tensor in own.items() if not is_dtensor(tensor)}

@@ -34,4 +34,6 @@ def compile_lock(name: str) -> Iterator[None]:
 
 def _file(name: str) -> Path:
     number = zlib.crc32(name.encode()) % _FILES
-    return Path(tempfile.gettempdir()) / f"torch-bf16-{os.getuid()}-{number}.lock"
+    # On Windows the folder is the user's own.
+    user = f"{os.getuid()}-" if hasattr(os, "getuid") else ""
+    return Path(tempfile.gettempdir()) / f"torch-bf16-{user}{number}.lock"

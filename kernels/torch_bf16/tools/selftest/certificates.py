@@ -182,6 +182,19 @@ def certify(
     return [found[number] for number in left]
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread, where the system can: Windows lacks masks of signals."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 class _Worker:
     """A process that tries some variants, one after the other."""
 
@@ -195,11 +208,8 @@ class _Worker:
         # Ctrl-C reaches the child, too, so the child inherits a mask that blocks it; the parent
         # ends the child. The resource tracker, which resets the mask, must be running before.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _interrupts_blocked():
             self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         child_pipe.close()
         self._heard, self._hung = time.monotonic(), False
 
