@@ -71,7 +71,7 @@ class MonitorMixin:
         if self._options["every"] is None and logs_this_step(trainer):
             for each in torch_bf16.held_optimizers(optimizer):
                 if each in self._monitors:  # no optimizer that a hook has created since
-                    self._monitors[each].look()
+                    self._monitors[each].observe_next_step()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -172,7 +172,7 @@ class Recipe:
 
 
 def _fault(role: str, name: Any) -> str:
-    """What is wrong with a format's name that is none of the role's."""
+    """What is wrong with a format's name that the role does not have."""
     roles = [other for other, known in ROLES.items() if name in [*known]]
     if not roles:
         return "is unknown"

@@ -124,7 +124,7 @@ def test_it_looks_when_it_is_due_or_asked_and_gives_metrics_once():
     taken = []
     for step in range(1, 8):
         if step == 5:
-            monitor.look()
+            monitor.observe_next_step()
         take_step(model, optimizer)
         taken.append(bool(monitor.take_metrics()))
     assert taken == [False, False, True, False, True, True, False]
@@ -134,7 +134,7 @@ def test_it_looks_when_it_is_due_or_asked_and_gives_metrics_once():
     n = sum(parameter.numel() for parameter in model.parameters())
     assert names["mine/gradient_norm"] == pytest.approx(math.sqrt(n))
     monitor.remove()
-    monitor.look()
+    monitor.observe_next_step()
     take_step(model, optimizer)
     assert monitor.take_metrics() == {}
 

@@ -24,11 +24,11 @@ SWEEP = (
 )
 
 
-def seen(name="a.weight", size=0.02, update=1e-5, lr=1e-4, steps=1000, shape=(64, 64), looks=3):
+def seen(name="a.weight", size=0.02, update=1e-5, lr=1e-4, steps=1000, shape=(64, 64), observed=3):
     """A parameter whose elements are all of one size and move by the same in each step."""
     sums = ParameterSums(name, shape, (0, 0))
     n = math.prod(shape)
-    for _ in range(looks):
+    for _ in range(observed):
         weight = torch.full((n,), size, dtype=torch.float64)
         sums.add(weight, torch.full_like(weight, update), torch.full((n,), 1e-3), lr)
     sums.length = lr * steps

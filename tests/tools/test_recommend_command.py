@@ -24,7 +24,7 @@ def test_a_large_rate_needs_little_and_a_small_one_more(capsys, here):
     for name in ("fast", "slow"):
         status, found[name], _ = recommend(capsys, f"mine_to_train:{name}", "--total-steps", "300")
         assert status == 0
-        assert (found[name]["steps"], found[name]["looks"]) == (20, 10)
+        assert (found[name]["steps"], found[name]["observed_steps"]) == (20, 10)
         assert (found[name]["total_steps"], found[name]["host"]) == (300, "pytorch")
     assert found["fast"]["recommended"] == "bf16-stochastic"
     assert found["slow"]["recommended"] in ("bf16+8", "bf16+16")
@@ -85,7 +85,7 @@ def test_a_script_may_prepare_its_optimizer_after_some_steps(capsys, here):
     )
     status, found, err = recommend(capsys, "late.py", "-n", "20")
     assert status == 0, err
-    assert found["looks"] == 10
+    assert found["observed_steps"] == 10
 
 
 @pytest.mark.parametrize("name", ["plain", "keywords", "arguments"])
@@ -158,7 +158,7 @@ def test_of_an_optimizer_that_steps_others_each_step_counts_once(here):
     found = runs.observe("mine_to_train:two", [], 4, None, lambda line: None)
     assert [type(each).__name__ for each in found.optimizers] == ["Both"]
     assert found.steps == [4]
-    assert [each.looks for each in found.parameters.values()] == [2] * 4
+    assert [each.observed_steps for each in found.parameters.values()] == [2] * 4
 
 
 STEPS = {
@@ -231,7 +231,7 @@ def test_a_script_that_catches_its_end_is_ended_all_the_same(stop, then, capsys,
     given = ["recommend", "catches.py", "-n", "4", "--json", "found.json"]
     assert cli.main(given) == 0
     found = json.loads((here / "found.json").read_text())
-    assert (found["steps"], found["looks"]) == (4, 2)
+    assert (found["steps"], found["observed_steps"]) == (4, 2)
     assert "catches even the exception that ends it" in " ".join(found["notes"])
     # Only another step needs a process that ends there.
     assert left[:1] == ([0] if stop != "True" else [])
@@ -263,7 +263,7 @@ for size in (16, 8):
 """)
     status, found, err = recommend(capsys, "search.py", "-n", "6")
     assert status == 0, err
-    assert (found["steps"], found["looks"]) == (6, 3)
+    assert (found["steps"], found["observed_steps"]) == (6, 3)
 
 
 def test_a_script_runs_as_it_is_and_ends_after_the_steps(capsys, here):

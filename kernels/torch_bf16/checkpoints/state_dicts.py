@@ -136,7 +136,7 @@ def fp32_optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any
         optimizer: an optimizer of this package, also in a host's wrapper.
 
     Raises:
-        ValueError: it is none of this package, or holds several.
+        ValueError: it is not of this package, or holds several.
 
     Example:
         >>> fp32 = torch.nn.Linear(4, 4)

@@ -83,7 +83,7 @@ class Block:
         # Wrapper classes of gradients that planning has accepted; any other must be checked first.
         self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
 
-    def look(self, states: list[Mapping[str, Any]] | None) -> BlockGradients | None:
+    def check(self, states: list[Mapping[str, Any]] | None) -> BlockGradients | None:
         """The gradients, or None if a parameter or a state has changed or moved.
 
         Also None if a gradient is of a kind that was not planned for.
@@ -133,7 +133,7 @@ class Block:
         return True
 
     def _unusual_gradients(self, gradients: list[Any], fitting: bool) -> BlockGradients | None:
-        """Check gradients one by one; returns None as :meth:`look` does."""
+        """Check gradients one by one; returns None as :meth:`check` does."""
         kinds = {*map(type, gradients)}
         present, tensors, complete = self._all_present, gradients, gradients
         dtypes, shapes = self._dtypes, self._shapes

@@ -137,7 +137,7 @@ class Engine:
         self.invalidate()
         _engines.add(self)
 
-    def tell_next_step(self, too_late: str) -> Pending:
+    def requests_for_next_step(self, too_late: str) -> Pending:
         """The pending requests to the next step, for the caller to add to.
 
         Args:
@@ -226,10 +226,10 @@ class Engine:
         last, setting = self.setting, Setting.of(fixed, groups, self.setting)
         if setting is not last:
             self.setting = setting
-            self.name(setting.parameters)
+            self.name_parameters(setting.parameters)
         return setting
 
-    def name(self, parameters: Sequence[Tensor]) -> None:
+    def name_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Name the parameters that the optimizer has now, if a model has named others before."""
         model = self.model()
         if self.names.given and model is not None:

@@ -75,17 +75,12 @@ class Guard:
         self._candidates: Sequence[Tensor] = self._parameters
         self._strangers: list[Tensor] = []
         with no_torch_function():
-            self._blocks = [
-                Block(
-                    some,
-                    [dict.__getitem__(states, each) for each in some],
-                    keys[here],
-                    dtypes[here],
-                )
-                for first in range(0, len(shards), _BLOCK)
-                for here in [slice(first, first + _BLOCK)]
-                for some in [self._parameters[here]]
-            ]
+            self._blocks = []
+            for first in range(0, len(shards), _BLOCK):
+                here = slice(first, first + _BLOCK)
+                some = self._parameters[here]
+                of_some = [dict.__getitem__(states, each) for each in some]
+                self._blocks.append(Block(some, of_some, keys[here], dtypes[here]))
             self.is_active = [each.grad is not None for each in self._parameters]
         # Found by the last check; kept only until the step that follows it.
         self._gradients: StepGradients | None = None
@@ -102,7 +97,7 @@ class Guard:
             states: the optimizer's state.
         """
         with no_torch_function():
-            return self._knows(parameters) and self._look(states)
+            return self._knows(parameters) and self._check(states)
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
         """For each parameter whether neither it nor its states have changed or moved."""
@@ -138,7 +133,7 @@ class Guard:
         self._candidates = parameters
         return all(map(is_, map(_GRADIENT, self._strangers), repeat(None)))
 
-    def _look(self, states: dict[Tensor, Any]) -> bool:
+    def _check(self, states: dict[Tensor, Any]) -> bool:
         blocks: list[BlockGradients] = []
         self._gradients = None
         # States that were never handed out cannot have been moved, except by our own code.
@@ -152,7 +147,7 @@ class Guard:
         in_order = () if hidden else self._in_order(states)
         for block in self._blocks:
             some = None if hidden else [*islice(in_order, len(block.parameters))]
-            gradients = block.look(some)
+            gradients = block.check(some)
             if gradients is None:
                 return False
             blocks.append(gradients)

@@ -89,7 +89,7 @@ def refusal(kind: type, why: str, eight_bit: str | None = None) -> str:
 
 
 def refusal_of_holder(function: str, given: Any) -> str | None:
-    """The message for an object that is no optimizer but holds one or steps like one, else None.
+    """The message for what is not an optimizer but holds one or steps like one, else None.
 
     Args:
         function: name of the public function that it was passed to.

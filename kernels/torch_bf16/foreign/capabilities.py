@@ -54,7 +54,7 @@ _OPTIONS_OVER_TENSORS = ("adanorm", "cautious", "max_grad_norm", "stable_adamw",
 # Classes whose step checks that weights are bf16, as AdamWBF16 rounds in it.
 _OF_BF16 = ("simpletuner.helpers.training.optimizers.adamw_bfloat16.AdamWBF16",)
 
-_LOOKS = 3
+_OBSERVED_STEPS = 3
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Traits:
         elementwise: whether the user said that the step is elementwise.
         couples: whether a parameter's update depends on which others step with it.
         narrow: states that the step makes in bf16 or fp16 even for fp32 parameters.
-        looks: how many steps are still to be observed.
+        left_to_observe: how many steps are still to be observed.
         named: states that the user has named, and that no step has made yet.
         idle: whether the step moves parameters without a gradient.
         indexes: whether the step reads a group by its number, such as ``param_groups[0]``.
@@ -74,7 +74,7 @@ class Traits:
     elementwise: bool = False
     couples: bool = False
     narrow: set[str] = field(default_factory=set)
-    looks: int = _LOOKS
+    left_to_observe: int = _OBSERVED_STEPS
     named: set[str] = field(default_factory=set)
     idle: IdleKinds = field(default_factory=dict)
     indexes: bool = False

@@ -30,18 +30,19 @@ class Meetings(TorchDispatchMode):
     Args:
         members: the arguments of the call: for each parameter the number of its group, the
             parameter with its gradient, and its state.
-        look: returns the current options of each group, by its number, and the current attributes.
+        current: returns the options of each group, by its number, and the attributes, as they are
+            now.
 
     Attributes:
         couples: whether parameters are coupled.
     """
 
     def __init__(
-        self, members: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], look: Any
+        self, members: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], current: Any
     ) -> None:
         super().__init__()
         self.couples = False
-        self._look = look
+        self._current = current
         self._groups = [number for number, _, _ in members]
         self._parameters = [parameter for _, parameter, _ in members]
         self._before = [parameter.detach().clone() for parameter in self._parameters]
@@ -134,7 +135,7 @@ class Meetings(TorchDispatchMode):
         return not counts and bool(self._read or self._of(value))
 
     def _entries(self) -> Iterator[tuple[tuple[int | None, str], Any]]:
-        options, attributes = self._look()
+        options, attributes = self._current()
         for number, group in options.items():
             yield from (((number, key), each) for key, each in group.items() if key != "params")
         yield from (((None, key), each) for key, each in attributes.items())

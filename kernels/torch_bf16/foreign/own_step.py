@@ -79,11 +79,11 @@ class OwnStep:
         """
         first = not any(each.step for each in self._members)
         buckets, computed = [*self._buckets(self._members)], None
-        if buckets and self._traits.looks:
+        if buckets and self._traits.left_to_observe:
             if len(buckets) > 1:
                 buckets = self._sample_first()
             buckets, computed = self._looked_at(buckets, scale)
-            self._traits.looks -= 1
+            self._traits.left_to_observe -= 1
         if first:
             self._warn_of_gathering()
         for bucket in buckets:
@@ -93,7 +93,7 @@ class OwnStep:
                 self._store(bucket, computed or self._compute(bucket, scale))
             computed = None
         self._finish()
-        if self._traits.named and not self._traits.looks:
+        if self._traits.named and not self._traits.left_to_observe:
             self._warn_of_roles()
 
     def rewrite(self, method: str) -> None:

@@ -73,7 +73,7 @@ def total_norm(
         The norm: 0-d fp32 tensor on the gradients' device, not waited for; 0 without gradients.
 
     Raises:
-        ValueError: a gradient is sparse, or one of ``optimizers`` is none.
+        ValueError: a gradient is sparse, or one of ``optimizers`` is not an optimizer.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
     Example:
@@ -264,7 +264,7 @@ def scale_gradients(optimizers: Optimizer | Iterable[Optimizer]) -> None:
             left to do.
 
     Raises:
-        ValueError: one is no optimizer.
+        ValueError: one is not an optimizer.
 
     Example:
         >>> norm = torch_bf16.clip_next_step(optimizer, 1.0)

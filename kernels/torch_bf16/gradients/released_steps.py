@@ -44,18 +44,18 @@ class _Pass(Waiting):
         self.emptied: list[Tensor] = []
 
 
-class _Look:
+class _FollowWrapper:
     """The hook on a model: nothing in its copies, whose gradients are not released."""
 
-    def __init__(self, look: Callable[[], None] | None = None) -> None:
-        self._look = look
+    def __init__(self, follow: Callable[[], None] | None = None) -> None:
+        self._follow = follow
 
     def __reduce__(self) -> Any:
-        return _Look, ()
+        return _FollowWrapper, ()
 
     def __call__(self, *_: Any) -> None:
-        if self._look is not None:
-            self._look()
+        if self._follow is not None:
+            self._follow()
 
 
 class ReleasedSteps:
@@ -96,7 +96,9 @@ class ReleasedSteps:
             for each in model.modules():
                 if isinstance(each, DistributedDataParallel):
                     self._follow(each)
-            self._module_hook = model.register_forward_pre_hook(_Look(weakly(self.look_around)))
+            self._module_hook = model.register_forward_pre_hook(
+                _FollowWrapper(weakly(self.follow_wrapper))
+            )
         self.hook_parameters()
         engine.release = self
 
@@ -225,7 +227,7 @@ class ReleasedSteps:
         self._buckets: dict[tuple[int, ...], Group] = {}
         self._left = Group()
 
-    def look_around(self) -> None:
+    def follow_wrapper(self) -> None:
         """Follow the DDP module that runs the model, which may have been wrapped afterwards."""
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if wrapper is not None and wrapper not in self._reduced:

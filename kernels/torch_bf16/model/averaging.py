@@ -36,7 +36,7 @@ __all__ = ["EMA", "ema_multi_avg_fn", "rounds_stochastically"]
 _DTYPES = {each.name: dtype for dtype, each in FORMATS.items()}
 
 
-def _check_decay(decay: float, seed: int) -> None:
+def _check_arguments(decay: float, seed: int) -> None:
     number = isinstance(decay, Real) and not isinstance(decay, bool)
     if not (number and 0.0 <= float(decay) <= 1.0):
         raise ValueError(f"decay={decay!r} must be a number between 0 and 1")
@@ -61,7 +61,7 @@ def ema_multi_avg_fn(
         ...     model, multi_avg_fn=torch_bf16.ema_multi_avg_fn(0.9999))
         >>> average.update_parameters(model)
     """
-    _check_decay(decay, seed)
+    _check_arguments(decay, seed)
     return functools.partial(_move_all, MovingAverages(seed, backend), decay)
 
 
@@ -143,7 +143,7 @@ class EMA(AveragedModel):
         backend: str | None = None,
     ) -> None:
         check_module("EMA", model)
-        _check_decay(decay, seed)
+        _check_arguments(decay, seed)
         if format not in (None, *_DTYPES):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
         if any_flattened(model.parameters()):
@@ -151,7 +151,7 @@ class EMA(AveragedModel):
                 f"EMA was given {with_article(model)} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        # A parameter that FSDP2 has gathered is no DTensor.
+        # A parameter that FSDP2 has gathered is not a DTensor.
         reshard(each for unit in units(model) for each in unit.parameters)
         sharded = any(map(is_dtensor, model.parameters()))
         refuse_unaveraged(model.parameters())

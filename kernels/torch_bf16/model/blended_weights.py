@@ -28,7 +28,7 @@ from .cast_modules import bf16_weights, cast_models
 from .loose_averages import loose_averages
 from .watched_weight import WatchedWeight, is_comparable, is_plain
 
-__all__ = ["exempt", "leave_copies", "look", "watch_blends"]
+__all__ = ["exempt", "leave_copies", "warn_if_blended", "watch_blends"]
 
 # Steps since a model was cast or copied, and from there until weights that were not written are
 # left out, and until the window ends. The first comes soon; averages may still be so close to their
@@ -53,7 +53,7 @@ _weights: list[WatchedWeight] = []
 
 
 def watch_blends() -> None:
-    """Watch what is cast from now on, and copies of it; see :func:`look`."""
+    """Watch what is cast from now on, and copies of it; see :func:`warn_if_blended`."""
     global _warned, _searches
     with _lock:
         _warned, _searches = False, _SEARCHES
@@ -61,7 +61,7 @@ def watch_blends() -> None:
     _DEEPCOPY.apply()
 
 
-def look(optimizer: torch.optim.Optimizer) -> None:
+def warn_if_blended(optimizer: torch.optim.Optimizer) -> None:
     """Warn of a weight that is blended in bf16, if the present step is in one of the windows.
 
     Called at the start of each step, when trained weights are still those that a program may just
@@ -85,7 +85,7 @@ def _find_lossy(optimizer: torch.optim.Optimizer) -> WatchedWeight | None:
     global _steps, _begin, _warned, _searches
     if _begin is None:
         return None
-    # Before a window begins, too: what another optimizer trains is no average.
+    # Before a window begins, too: what another optimizer trains is not an average.
     _optimizers.add(optimizer)
     if optimizer._engine.release is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return None

@@ -190,11 +190,11 @@ class CarriedForward:
     enters_in_checkpoints = False
 
     def __init__(
-        self, module: nn.Module, whole: bool, compute: str, autocast: dict[str, Any]
+        self, module: nn.Module, is_outermost: bool, compute: str, autocast: dict[str, Any]
     ) -> None:
         self.compute = compute
         self.autocast = autocast
-        self._whole = whole
+        self._is_outermost = is_outermost
         scripted = isinstance(module, torch.jit.ScriptModule)  # has no forward in its class
         # Otherwise compiled, or another library's.
         self.own = module.forward if scripted else own_forward(module)
@@ -244,12 +244,12 @@ class CarriedForward:
             forward, first = type(module).forward, (module,)
         if self.compute == "bf16" and _computes_in_bf16(module):
             args, kwargs = map_arguments(_to_bf16, args, kwargs)
-        fp32 = self._whole and self.compute != "bf16"
+        fp32 = self._is_outermost and self.compute != "bf16"
         if compiling:
             device = device_type(module)
             if self.compute == "bf16":
                 inside = _traced.inside_step or torch.is_autocast_enabled(device)
-                fp32 = self._whole and not inside
+                fp32 = self._is_outermost and not inside
             if not fp32 or not _is_bf16(module):
                 return forward(*first, *args, **kwargs)
             if self.compute == "bf16":

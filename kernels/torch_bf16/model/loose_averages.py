@@ -100,7 +100,7 @@ def _held(holder: Any, key: Any) -> Tensor | None:
 
 
 def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:
-    """What moves like a weight, and is no average: weights, their gradients and states."""
+    """What moves like a weight, and is not an average: weights, their gradients and states."""
     for optimizer in optimizers:
         # Lists, because another thread may step one of them meanwhile.
         for parameter, states in list(dict.items(optimizer.state)):

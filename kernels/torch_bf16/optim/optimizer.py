@@ -158,7 +158,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.select(self.param_groups)
         self._check_step()
-        blended_weights.look(self)
+        blended_weights.warn_if_blended(self)
         setting, inputs = self._setting(), StepInputs()
         if engine.release is not None:
             if not engine.release.finish(with_gradients(setting.parameters)):
@@ -266,7 +266,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: it is neither.
             NotImplementedError: gradients are released: the step is over already.
         """
-        self._engine.tell_next_step(
+        self._engine.requests_for_next_step(
             "nothing that is known only after it can scale them. To clip, call release_gradients("
             "model, optimizer, max_norm=..., norm='parameter' or 'last_step')"
         ).scale(coefficient)
@@ -285,7 +285,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             NotImplementedError: gradients are released: the step is over already.
         """
         too_late = "cannot be skipped after it; remove() the release to decide about steps"
-        self._engine.tell_next_step(too_late).skip_where(found_inf)
+        self._engine.requests_for_next_step(too_late).skip_where(found_inf)
 
     @property
     def skipped_steps(self) -> int:

@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 # A warning names writes in place before _BLENDS of _WINDOW steps, as by a Lookahead: loading, or
-# making weights anew, is rarer. Only the first _LOOKS steps count, because the host waits for it.
-_BLENDS, _WINDOW, _LOOKS = 4, 64, 256
+# making weights anew, is rarer. Only the first _OBSERVED steps count: the host waits for it.
+_BLENDS, _WINDOW, _OBSERVED = 4, 64, 256
 
 
 class _Written(Protocol):
@@ -190,7 +190,7 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
         optimizer.state,
         engine.snapshots,
         count=counts,
-        count_in_place=counts and engine.steps < _LOOKS,
+        count_in_place=counts and engine.steps < _OBSERVED,
     )
     if written.in_place:
         _warn_of_second_master(optimizer, shards)

@@ -104,7 +104,7 @@ def make_plan(
     if engine.release is None:
         remainders.forget(*_check_cast(optimizer, members))
     if last is None:
-        shared_noise.look(optimizer, members)
+        shared_noise.warn_if_shared(optimizer, members)
     if kept:
         for parameter in kept.keys() & steps.keys():
             kept[parameter].state["step"] = steps[parameter]

@@ -19,7 +19,7 @@ from torch_bf16.model.cast_modules import cast_models
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["look"]
+__all__ = ["warn_if_shared"]
 
 # Two or three optimizers, for parts of a model, are common, and their noise does little harm.
 _MANY = 4
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _warned = False
 
 
-def look(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
+def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     """Warn once if many weights of a cast model have such an optimizer each.
 
     Args:

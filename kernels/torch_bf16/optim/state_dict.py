@@ -77,7 +77,7 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
         for hook in hooks:
             hook.remove()
     engine = optimizer._engine
-    engine.name(parameters_of(optimizer))
+    engine.name_parameters(parameters_of(optimizer))
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
     watches = [each.data for each in engine.snapshots.values() if each.data is not None]
@@ -152,7 +152,7 @@ def load(
         nonlocal recipe, header, was_seen, hooked
         hooked = True
         was_seen = getattr(optimizer.state, "seen", True)
-        schema.check_whole(state_dict)
+        schema.check_state_dict(state_dict)
         header = state_dict.get(schema.HEADER)
         schema.check_header(header)
         recipe = schema.with_saved_seed(optimizer.recipe, header)
@@ -196,7 +196,7 @@ def load(
     try:
         with suffix_errors(_UNCHANGED) as unchanged:
             if not isinstance(state_dict, dict):
-                schema.check_whole(state_dict)
+                schema.check_state_dict(state_dict)
             load_state_dict(state_dict)
             if not hooked:
                 try:
@@ -259,7 +259,7 @@ def _as_placed(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> dict[str
 def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise what :func:`load` would raise, without loading anything."""
     with suffix_errors(_UNCHANGED):
-        schema.check_whole(state_dict)
+        schema.check_state_dict(state_dict)
         schema.check_header(state_dict.get(schema.HEADER))
         check_groups(optimizer, state_dict)
         for _ in _read(optimizer, state_dict, Changes()):

@@ -22,7 +22,7 @@ __all__ = [
     "check_header",
     "check_hyperparameters",
     "check_names",
-    "check_whole",
+    "check_state_dict",
     "header",
     "narrow_states",
     "readable",
@@ -70,7 +70,7 @@ def header(
     return entry
 
 
-def check_whole(state_dict: Any) -> None:
+def check_state_dict(state_dict: Any) -> None:
     """Refuse anything that is not an optimizer's state dict.
 
     Raises:
@@ -117,7 +117,7 @@ def readable(saved: Mapping[str, Any]) -> dict[str, Any]:
     states = {key: each for key, each in saved["state"].items() if isinstance(each, Mapping)}
     state_dict = {"param_groups": [], **saved, "state": states}
     try:
-        check_whole(state_dict)
+        check_state_dict(state_dict)
         check_header(state_dict.get(HEADER))
     except StateMismatchError as error:
         raise CheckpointError(f"the state of an optimizer cannot be read: {error}") from None

@@ -159,7 +159,7 @@ def keep_apart(outputs: Mapping[str, Path | str | None]) -> None:
 
 
 def quantity(text: str) -> Fraction | None:
-    """A number as people write it: ``350``, ``1e9``, ``1,300,000``, ``8B``; None if it is none."""
+    """A human-readable number: ``350``, ``1e9``, ``1,300,000``, ``8B``; None if it is not one."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None

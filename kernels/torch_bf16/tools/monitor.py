@@ -65,7 +65,8 @@ class UpdateMonitor:
 
     Args:
         optimizer: an optimizer of this package.
-        every: steps from one observation to the next; None observes only after :meth:`look`.
+        every: steps from one observation to the next; None observes only after
+            :meth:`observe_next_step`.
         sample: the most elements of each parameter to observe, in runs spread over it.
         horizon: the number of steps for which ``LayerUpdate.snr`` is computed.
         warn: whether to log, once per layer, that it stalls and what helps.
@@ -120,7 +121,7 @@ class UpdateMonitor:
         self._warned: set[str] = set()
         optimizer.observers.append(self)
 
-    def look(self) -> None:
+    def observe_next_step(self) -> None:
         """Observe the next step, too."""
         self._asked = True
 

@@ -32,7 +32,7 @@ _TOKENS = "input_ids"
 # What every module has, besides what its class gives it.
 _BARE = nn.Module()
 # How torch says that it takes whole numbers where it was given others.
-_WHOLE = re.compile(r"\b(long|int64)", re.IGNORECASE)
+_INTEGERS = re.compile(r"\b(long|int64)", re.IGNORECASE)
 _MOST = 10**15
 # torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -266,7 +266,7 @@ def _for_tokens(batch: Batch, inputs: Any, error: Exception) -> str:
     """How to ask for tokens, if inputs without a dtype were taken to be fp32, and this failed."""
     if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch):
         return ""
-    if not _WHOLE.search(str(error)):
+    if not _INTEGERS.search(str(error)):
         return ""
     shapes = ("x".join(map(str, shape)) for shape, dtype in batch if dtype is None)
     return f". Inputs are fp32 unless said: --batch {','.join(f'{each}:int64' for each in shapes)}"

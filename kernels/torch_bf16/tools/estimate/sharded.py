@@ -26,7 +26,7 @@ class Traffic:
     Attributes:
         gathered: bytes of whole weights at one time: the root's and those of two layers.
         reduced: bytes of whole gradients at one time, of the largest unit: in the dtype that they
-            are reduced in, and besides in the weights' dtype or, on a bf16 wire, as they are sent
+            are reduced in, and also in the weights' dtype or, on a bf16 wire, as they are sent
             and as they are received.
         sent: bytes that a rank sends per step; it receives as many.
     """

@@ -48,7 +48,7 @@ class ZeroRow:
 def zero_rows(
     shapes: ModelShapes, optimizer: OptimizerSpec, precisions: Iterable[Precision]
 ) -> Iterator[ZeroRow]:
-    """Rows of DeepSpeed's own two ways, and of the recipes that train in its engine.
+    """Rows for DeepSpeed's two native modes, and for the recipes that train in its engine.
 
     There are none for schedule-free optimizers, which cannot be evaluated there, nor for optimizers
     that work on whole matrices.

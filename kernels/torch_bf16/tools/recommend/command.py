@@ -116,7 +116,7 @@ def _check(found: Observation) -> None:
             f"the updates by {type(found.optimizers[0]).__name__} of {len(found.unseen)} weights "
             "are not known before they are stored; train fp32 weights with torch's own class"
         )
-    if not found.looks and found.converted:
+    if not found.observed_steps and found.converted:
         raise ValueError(
             f"{', '.join(found.converted)} steps over bf16 weights and was converted at its first "
             "step; none of the steps after it was observed: give --steps 2 or more"

@@ -78,9 +78,9 @@ class Observation:
     caught: bool = False
 
     @property
-    def looks(self) -> int:
+    def observed_steps(self) -> int:
         """How many steps were observed."""
-        return max((each.looks for each in self.parameters.values()), default=0)
+        return max((each.observed_steps for each in self.parameters.values()), default=0)
 
 
 @dataclass

@@ -56,7 +56,7 @@ def record(
         "host": host.name,
         "optimizers": [type(each).__name__ for each in found.optimizers],
         "steps": max(found.steps),
-        "looks": found.looks,
+        "observed_steps": found.observed_steps,
         "total_steps": total,
         "lr": peak,
         "parameters": shapes.numel,
@@ -175,8 +175,8 @@ def show(content: Mapping[str, Any], most: int) -> None:
     at = "" if lr is None else f" at lr {lr:.3g}"
     print(
         f"{content['command']}: {content['trained']:,} weights by {optimizers}{at}, "
-        f"{content['looks']} of {content['steps']} steps observed, {content['total_steps']:,} "
-        "steps in all"
+        f"{content['observed_steps']} of {content['steps']} steps observed, "
+        f"{content['total_steps']:,} steps in all"
     )
     columns = ("recipe", "MB", "peak", "noise / drift", "S", "loses below lr", "")
     print_table("recipes, by memory", columns, [_recipe_cells(each) for each in content["recipes"]])

@@ -147,7 +147,7 @@ def _of_script(
             ) from error
     taken = max(observer.found.steps, default=0)
     # The script may end after fewer steps than were asked for.
-    if observer.found.looks or taken >= steps:
+    if observer.found.observed_steps or taken >= steps:
         return observer.found
     what = f"after {taken} of {steps} steps" if taken else "without a step of any optimizer"
     advice = " Give a smaller --steps" if taken > 1 else ""

@@ -22,7 +22,7 @@ from math import prod as numel
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "Layer", "ParameterSums", "look"]
+__all__ = ["BITS", "Layer", "ParameterSums", "sums_of_step"]
 
 BITS = {"bf16_stochastic": 0, "bf16+8": 8}
 """For each format of weights that is rounded stochastically, its bits beyond those of bf16."""
@@ -44,7 +44,7 @@ class ParameterSums:
         stays_fp32: whether it is fp32 by every recipe.
 
     Attributes:
-        looks: how many steps were observed.
+        observed_steps: how many steps were observed.
         sums: over all observed steps, in fp64, each divided by the learning rate as often as it is
             proportional to it: squared updates, what rounding to nearest bf16 leaves of updates
             (``<stored, d>``), sizes of updates, spacings, and the variance of noise.
@@ -63,7 +63,7 @@ class ParameterSums:
     ) -> None:
         self.name, self.shape, self.rate = name, shape, rate
         self._stays_fp32 = stays_fp32
-        self.looks = self.elements = 0
+        self.observed_steps = self.elements = 0
         self.sums: Tensor = torch.zeros(len(_NAMES), dtype=torch.float64)
         self.exponents: Tensor = torch.zeros(_EXPONENTS, dtype=torch.int64)
         self.largest = 0.0
@@ -83,9 +83,9 @@ class ParameterSums:
             gradient: the gradient of these elements, finite.
             lr: the learning rate of the step, positive.
         """
-        self.looks += 1
+        self.observed_steps += 1
         self.elements = weight.numel()
-        self.sums += look(weight.double(), update.double(), lr).cpu()
+        self.sums += sums_of_step(weight.double(), update.double(), lr).cpu()
         size = gradient.detach().float().abs()
         self.largest = max(self.largest, float(size.max()) if size.numel() else 0.0)
         exponents = torch.frexp(size[size > 0])[1].long() - _LOWEST
@@ -94,7 +94,7 @@ class ParameterSums:
         ).cpu()
 
 
-def look(weight: Tensor, update: Tensor, lr: float) -> Tensor:
+def sums_of_step(weight: Tensor, update: Tensor, lr: float) -> Tensor:
     """The sums of one observed step, in the order in which :class:`ParameterSums` keeps them.
 
     Args:
@@ -184,7 +184,7 @@ class Layer:
             float(each.sums[place])
             * numel(each.shape)
             / each.elements
-            / each.looks
+            / each.observed_steps
             * each.length**power
             for each in self.parameters
         )

@@ -97,7 +97,7 @@ def fresh_verdicts() -> Iterator[None]:
 def chosen_automatically() -> Iterator[str | None]:
     """Set a backend that the environment names aside, and yield its name, or None.
 
-    Else a named ``eager`` would be compared with itself, and no fault of a kernel be found.
+    Otherwise a named ``eager`` would be compared with itself, and no fault of a kernel be found.
     """
     named = os.environ.get(_BACKEND) or None
     with _variable(_BACKEND, None):
