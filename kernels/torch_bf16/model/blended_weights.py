@@ -223,5 +223,5 @@ def _parameter_of(
     owner_of: Callable[[], nn.Module | None], name: str, number: int
 ) -> Tensor | None:
     owner = owner_of()
-    weight = None if owner is None else owner._parameters.get(name)
+    weight = None if owner is None else getattr(owner, name, None)
     return weight if id(weight) == number else None

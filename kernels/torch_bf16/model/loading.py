@@ -65,8 +65,9 @@ def _remembering(original: Any) -> Any:
                 if bits is not None:
                     bits_of[id(parameter)] = bits
 
-        # The last of the hooks: others rename, permute and scale what is loaded.
-        last = self._register_load_state_dict_pre_hook(split)
+        # The last of the hooks: others rename, permute and scale what is loaded. Scripted modules
+        # have a method that refuses.
+        last = nn.Module._register_load_state_dict_pre_hook(self, split)
         try:
             load()
         finally:
