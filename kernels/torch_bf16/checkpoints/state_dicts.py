@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.wrappers import optimizer_for, owners
+from torch_bf16.engine.wrappers import optimizer_for, optimizers_for, owners
 from torch_bf16.sharding import any_flattened, local, reshard, units
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import fp32_numbers, from_view
@@ -43,7 +43,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         <All keys matched successfully>
     """
     check_module("fp32_state_dict", model)
-    ours = [optimizer_for("fp32_state_dict", each) for each in optimizers]
+    ours = optimizers_for("fp32_state_dict", model, optimizers)
     if any_flattened(model.parameters()):
         raise NotImplementedError(
             "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_bf16.backends import StepInputs
 from torch_bf16.errors import warn
 from torch_bf16.living import LivingSet
-from torch_bf16.sharding import Shard
+from torch_bf16.sharding import Shard, shard_of
 
 from .data_writes import DataWatch
 from .names import ParameterNames
@@ -269,6 +269,15 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["names"])
         self.release_options, self.last_norm = state["release_options"], state["last_norm"]
+
+
+def has_living_master(parameter: Tensor) -> bool:
+    """Whether an optimizer has left an exact master beside a parameter that is as it left it."""
+    if parameter.dtype != torch.bfloat16:
+        return False
+    found = (each.snapshots.get(parameter) for each in _engines)
+    kept = [each for each in found if each is not None and each.masters]
+    return bool(kept) and any(each.version == shard_of(parameter).version() for each in kept)
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:

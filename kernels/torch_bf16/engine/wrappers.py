@@ -6,14 +6,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_bf16.errors import with_article
+from torch_bf16.errors import warn, with_article
 from torch_bf16.parameters import parameters_of
 
-from .engine import engine_of
+from .engine import engine_of, has_living_master
 
-__all__ = ["held_optimizers", "optimizer_for", "optimizers_in", "owners", "unwrap"]
+__all__ = [
+    "held_optimizers",
+    "optimizer_for",
+    "optimizers_for",
+    "optimizers_in",
+    "owners",
+    "unwrap",
+]
 
 
 def optimizers_in(holder: Any) -> dict[str, torch.optim.Optimizer]:
@@ -100,11 +107,42 @@ def optimizer_for(function: str, optimizer: Any) -> Any:
     Raises:
         ValueError: there is none, or more than one, or it lacks parameters of its wrapper.
     """
+    if isinstance(optimizer, (list, tuple)):
+        raise ValueError(
+            f"{function} was given a {type(optimizer).__name__} of {len(optimizer)}; pass each "
+            "optimizer as an argument of its own, such as *optimizers"
+        )
     ours = unwrap(optimizer)
     if ours is None:
         raise ValueError(
             f"{function} was given {with_article(optimizer)}, which does not store its numbers "
             "by a recipe; pass an optimizer of torch_bf16, or one that convert(), prepare() or a "
             "host's precision mode has converted"
+        )
+    return ours
+
+
+def optimizers_for(
+    function: str, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[Any]:
+    """Our optimizers that were passed to a function to read the exact weights of a module.
+
+    A warning names weights whose masters are in an optimizer that was not passed: what is read of
+    them is bf16. If none was passed, that was asked for.
+
+    Raises:
+        ValueError: as for :func:`optimizer_for`.
+    """
+    ours = [optimizer_for(function, each) for each in optimizers]
+    passed = owners(ours)
+    left = {n: p for n, p in model.named_parameters() if ours and p not in passed}
+    names = [name for name, each in left.items() if has_living_master(each)]
+    if names:
+        warn(
+            f"{function} was given {', '.join(type(each).__name__ for each in ours)}, and "
+            f"{len(names)} weights of the {type(model).__name__}, the first {names[0]!r}, have "
+            "exact masters in an optimizer that was not passed: what is read of them is bf16, and "
+            "what is written of them drops those masters. Pass every optimizer that trains the "
+            f"{type(model).__name__}"
         )
     return ours

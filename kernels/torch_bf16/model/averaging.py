@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.wrappers import optimizer_for, owners
+from torch_bf16.engine.wrappers import optimizers_for, owners
 from torch_bf16.errors import with_article
 from torch_bf16.sharding import any_flattened, is_dtensor, local, reshard, units
 
@@ -195,7 +195,7 @@ class EMA(AveragedModel):
             NotImplementedError: as for the constructor.
         """
         check_module("update_parameters", model)
-        holders = [optimizer_for("update_parameters", each) for each in optimizers]
+        holders = optimizers_for("update_parameters", model, optimizers)
         exempt(self.module)
         ours, theirs = self._pairs("update_parameters", model)
         theirs |= _exact(model, holders)

@@ -17,7 +17,7 @@ from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.engine.wrappers import optimizers_for
 from torch_bf16.errors import with_article
 from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, reshard, shard_of
@@ -186,7 +186,7 @@ def exact_weights(
         ...         weights[name] = (weight + others[name]) / 2
     """
     check_module("exact_weights", model)
-    ours = [optimizer_for("exact_weights", each) for each in optimizers]
+    ours = optimizers_for("exact_weights", model, optimizers)
     owners = {p: (each, place) for each in ours for place, p in _placed(each)}
     # Parameters that FSDP2 has gathered for an evaluation are not those of the optimizer.
     reshard(owners)
