@@ -345,8 +345,8 @@ def test_what_is_refused_says_why_and_keeps_torchs_own_step(what):
 @pytest.mark.parametrize(
     ("dtype", "remedy"),
     [
-        (torch.float16, r"model.float\(\) and then torch_bf16.cast_model"),
-        (torch.float64, r"model.float\(\) and then torch_bf16.cast_model"),
+        (torch.float16, r"model.float\(\) before the model is cast"),
+        (torch.float64, r"model.float\(\) before the model is cast"),
         (torch.complex128, r"Make it complex64: torch.nn.Parameter\("),
     ],
     ids=["fp16", "fp64", "complex128"],

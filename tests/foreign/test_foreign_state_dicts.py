@@ -276,3 +276,22 @@ def test_codes_of_the_classes_own_stay_codes(moment):
     assert all(map(torch.equal, exact_weights(model, optimizer), fp32.parameters()))
     for p, q in zip(model.parameters(), fp32.parameters(), strict=True):
         assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD])
+def test_a_step_from_the_state_of_another_class_asks_for_its_own(kind):
+    def make(kind):
+        model = torch.nn.Linear(4, 4)
+        optimizer = kind(model.parameters())
+        torch_bf16.prepare(model, optimizer, "bf16-stochastic")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        return optimizer
+
+    saved, optimizer = make(torch.optim.AdamW), make(kind)
+    saved.step()
+    optimizer.load_state_dict(saved.state_dict())
+    with pytest.raises(KeyError) as raised:
+        optimizer.step()
+    (note,) = [each for each in raised.value.__notes__ if "float32 copies" in each]
+    assert f"state dict of another class loaded? Load one of {kind.__name__}" in note

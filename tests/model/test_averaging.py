@@ -250,6 +250,8 @@ def test_wrong_arguments_are_refused():
         EMA(model()).update_parameters(nn.Sequential(model()))
     with pytest.raises(ValueError, match=r"swapped was given an OrderedDict and takes"):
         EMA(model()).swapped(model().state_dict()).__enter__()
+    with pytest.raises(ValueError, match=r"has shape \(3, 3\), and its average has shape"):
+        EMA(nn.Linear(2, 3)).update_parameters(nn.Linear(3, 3))
     wrapped = nn.Sequential(model())
     with (
         pytest.raises(ValueError, match="swapped: this model and the averaged one differ"),

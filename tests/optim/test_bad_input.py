@@ -109,8 +109,8 @@ def test_a_recipe_set_later_takes_the_next_step_and_a_wrong_one_is_refused():
 
 
 WRONG = {
-    "fp16": (torch.float16, r"is torch.float16; .* Call model.float\(\) and then torch_bf16.cast"),
-    "fp64": (torch.float64, r"is torch.float64; .* Call model.float\(\) and then torch_bf16.cast"),
+    "fp16": (torch.float16, r"is torch.float16; .* Call model.float\(\) before the model is cast"),
+    "fp64": (torch.float64, r"is torch.float64; .* Call model.float\(\) before the model is cast"),
     "complex": (torch.complex128, r"is torch.complex128; .*Make it complex64: torch.nn.Parameter"),
 }
 

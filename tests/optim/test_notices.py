@@ -75,6 +75,30 @@ def test_weight_recast_after_its_state_has_its_remainder_is_refused_with_the_cau
         optimizer.step()
 
 
+@pytest.mark.parametrize("body", ["trained", "frozen"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_layer_that_is_added_in_fp32_is_named_and_the_remedy_works(said, cast, body):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch_bf16.prepare(model, optimizer, "bf16-stochastic")
+    head = torch.nn.Linear(4, 4, bias=False)
+    for step in range(4):
+        if step == 2:
+            model.requires_grad_(body == "trained")
+            if cast:
+                torch_bf16.cast_model(head, optimizer.recipe)
+            optimizer.add_param_group({"params": head.parameters()})
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+    assert head.weight.dtype == (torch.bfloat16 if cast else torch.float32)
+    if cast:
+        assert said() == []
+    else:
+        (line,) = said()
+        assert "1 float32 matrices, the first '#2', take their first step beside bfloat16" in line
+
+
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_nothing_is_said_where_both_have_one_recipe(said, recipe):
     model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)

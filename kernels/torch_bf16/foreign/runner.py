@@ -175,13 +175,7 @@ class Runner:
             if self._backup is not None:
                 self._backup.restore()
             if isinstance(error, Exception) and not isinstance(error, _OF_THE_MACHINE):
-                compiled = ", and its first steps run uncompiled" if follow else ""
-                add_note(
-                    error,
-                    f"torch_bf16 runs the step of {self._kind.__name__} on float32 copies of its "
-                    f"parameters{compiled}. A class that needs bfloat16 ones, or reads their bits, "
-                    "cannot be converted: train in float32, or use another optimizer",
-                )
+                add_note(error, self._explain(error, follow))
             raise
         if meetings is not None:
             meetings.finish(_shared_states(instance.state))
@@ -198,6 +192,23 @@ class Runner:
         self.attributes |= _news(self._before, own_attributes(instance))
         self.shared = _shared_states(instance.state)
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
+
+    def _explain(self, error: Exception, follow: bool) -> str:
+        """A note for an error of the class's own step: what differs from a step in torch."""
+        compiled = ", and its first steps run uncompiled" if follow else ""
+        copies = (
+            f"torch_bf16 runs the step of {self._kind.__name__} on float32 copies of its "
+            f"parameters{compiled}."
+        )
+        if isinstance(error, KeyError):
+            return (
+                f"{copies} Here an option or a state has no {error}: was a state dict of another "
+                f"class loaded? Load one of {self._kind.__name__}, or start without its state"
+            )
+        return (
+            f"{copies} A class that needs bfloat16 ones, or reads their bits, cannot be converted: "
+            "train in float32, or use another optimizer"
+        )
 
     def _closure_of(self, function: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """A closure for a method that requires one, or that takes one if the user's step did."""

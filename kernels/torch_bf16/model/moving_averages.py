@@ -151,6 +151,12 @@ def check_place(method: str, name: str, value: Tensor, average: Tensor) -> None:
     there, here = _place(value), _place(average)
     if (there, value.shape) == (here, average.shape):
         return
+    if there is here is None:
+        raise ValueError(
+            f"{method}: {name!r} has shape {tuple(value.shape)}, and its average has shape "
+            f"{tuple(average.shape)}; pass the model that the average was made of. Nothing was "
+            "averaged"
+        )
     shown = [
         f"whole on each rank, of shape {tuple(each.shape)}"
         if place is None

@@ -18,6 +18,7 @@ from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.model import cast_modules, remainders
+from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import get_recipe
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
@@ -103,6 +104,7 @@ def make_plan(
     ]
     if engine.release is None:
         remainders.forget(*_check_cast(optimizer, members))
+        _name_late_fp32(optimizer, members)
     if last is None:
         shared_noise.warn_if_shared(optimizer, members)
     if kept:
@@ -284,7 +286,11 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
         )
     parameters = [each.parameter for each in matrices if id(each.parameter) not in made_fp32]
     kept = {id(p) for p in cast_modules.kept_weights()} if fp32 else ()
-    if parameters and all(p.dtype == torch.float32 and id(p) not in kept for p in parameters):
+    if (
+        parameters
+        and all(p.dtype == torch.float32 and id(p) not in kept for p in parameters)
+        and not any(p.dtype == torch.bfloat16 for p in parameters_of(optimizer))
+    ):
         _logger.warning(
             "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
             "torch_bf16.cast_model(model, %r) before the first step",
@@ -299,3 +305,26 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
             *(names, ", ..." if len(recast) > 3 else ""),
         )
     return recast
+
+
+def _name_late_fp32(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
+    """Say that layers were added in fp32 to a training whose other weights are bf16."""
+    late = [
+        each.shard
+        for each in members
+        if each.parameter.dtype == torch.float32
+        and len(each.shard.shape) > 1
+        and not dict.get(optimizer.state, each.parameter)
+    ]
+    trained = (p for p in dict.keys(optimizer.state) if isinstance(p, Tensor))
+    if not late or not any(p.dtype == torch.bfloat16 for p in trained):
+        return
+    known = {*map(id, cast_modules.kept_weights()), *map(id, cast_modules.recast_weights())}
+    late = [each for each in late if id(each.parameter) not in known]
+    if late:
+        _logger.warning(
+            "%d float32 matrices, the first %r, take their first step beside bfloat16 weights that "
+            "have taken some: they stay float32, as do their states. To store a later layer as "
+            "recipe %r does, call torch_bf16.cast_model(layer, recipe) before add_param_group",
+            *(len(late), late[0].name, optimizer.recipe.name),
+        )

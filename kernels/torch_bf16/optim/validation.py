@@ -172,7 +172,7 @@ def check_options(group: Mapping[str, Any], number: int) -> None:
 def _remedy(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "Make it complex64: torch.nn.Parameter(p.detach().to(torch.complex64))"
-    return "Call model.float() and then torch_bf16.cast_model(model)"
+    return "Call model.float() before the model is cast or prepared"
 
 
 def resolve_peak_lr(group: dict[str, Any], number: int, decouples: bool) -> None:
