@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, local
-from sharded_training import RECIPES, STEPS, Run, assert_same, joined, reference
+from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, held, local, named
+from sharded_training import RECIPES, STEPS, Run, assert_same, gradient, joined, reference
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_bf16
 
@@ -97,6 +98,52 @@ def test_a_checkpoint_continues_sharded_in_another_way(ranks, before, after, rec
     ranks(before.world, trained_and_saved, before, recipe, tmp_path)
     found = ranks(after.world, loaded_and_trained, after, recipe, tmp_path)
     assert_same(reference(before.sizes, recipe), joined(found))
+
+
+def placed_otherwise(case, recipe):
+    """Half of the steps; then states by columns or whole, and gradients whole or as sums."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    run, norms = Run(case, recipe).train(range(STEPS // 2)), []
+    states = run.optimizer.state_dict()
+    whole = {
+        (n, key): each.view(torch.float16 if key == "remainder16" else each.dtype).full_tensor()
+        for n, state in states["state"].items()
+        for key, each in state.items()
+        if isinstance(each, DTensor)
+    }
+    for (n, key), each in whole.items():
+        old, placement = states["state"][n][key], Replicate()
+        if each.ndim > 1:
+            placement, each = Shard(each.ndim - 1), each.chunk(world, -1)[rank].contiguous()
+        states["state"][n][key] = DTensor.from_local(
+            each.view(old.dtype), old.device_mesh, [placement], shape=old.shape, stride=old.stride()
+        )
+    run.optimizer.load_state_dict(states)
+    for step in range(STEPS // 2, STEPS):
+        run.give(step)
+        exact = []
+        for name, p in named(run.model).items():
+            full = gradient(name, held(case)[name][0], step).to(p.dtype)
+            exact.append(full.double().norm())
+            if isinstance(p, DTensor):
+                summed = torch.zeros_like(full)
+                summed.view(-1)[rank::world] = full.view(-1)[rank::world]
+                memory, placement = ((full, Replicate()), (summed, Partial()))[step % 2]
+                p.grad = DTensor.from_local(memory, p.device_mesh, [placement])
+        norm = torch_bf16.total_norm(run.model.parameters())
+        norms.append((norm.item(), torch.stack(exact).norm().item()))
+        run.optimizer.step()
+    return run.parts(), norms
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", [Case("fsdp2", (2,)), Case("tp", (2,))], ids=Case.id)
+def test_gradients_and_states_that_are_placed_otherwise_are_moved(ranks, case, recipe):
+    """A norm's gradient is a sum over ranks under sequence parallelism."""
+    parts, norms = zip(*ranks(case.world, placed_otherwise, case, recipe), strict=True)
+    assert_same(reference(case.sizes, recipe), joined(parts))
+    for norm, exact in itertools.chain(*norms):
+        assert norm == pytest.approx(exact, rel=1e-6, abs=0)
 
 
 def clipped(case):

@@ -121,9 +121,12 @@ class DTensorShard(Shard):
 
     def take(self, saved: Tensor) -> Tensor:
         if is_dtensor(saved) and saved.device_mesh == self.parameter.device_mesh:  # pyright: ignore[reportAttributeAccessIssue]
-            return self._in_place(saved)
+            part = self._in_place(saved)
+            if saved.placements == self.parameter.placements:  # pyright: ignore[reportAttributeAccessIssue]
+                return part
+            # Copies here and below, because a view would keep more than this rank's part.
+            return part.clone(memory_format=torch.contiguous_format)
         saved = whole(saved)
-        # A copy, because a view would keep the whole tensor.
         box = self._box if saved.shape == self.parameter.shape else self._box_of(saved.shape)
         return saved[box].clone(memory_format=torch.contiguous_format)
 
