@@ -230,6 +230,11 @@ def run_refusals():
 
     replicated = replicate(Units(with_fp32=False), mesh=mesh)
     refused(replicated, NotImplementedError, "parameters are replicated")
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    for dtype, said in ((None, "bf16"), (torch.bfloat16, "torch.bfloat16")):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+        low = fully_shard(Model().bfloat16(), mesh=replicas, mp_policy=policy)
+        refused(low, ValueError, f"fully_shard sums replicas in {said}. Use fully_shard")
     flattened = FullyShardedDataParallel(Units(with_fp32=False), **options)
     lacking = RuntimeError("Backend mine does not support alltoall_base")
     with mock.patch.object(dist, "all_to_all_single", side_effect=lacking):
