@@ -124,6 +124,20 @@ def run_join(rank, ranks):
             optimizer.zero_grad()
 
 
+def run_in_two_groups():
+    """Each pair of ranks has the mean of its own gradients."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank, bare = dist.get_rank(), Model()
+    pair = rank // 2
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare, process_group=groups[pair])
+    torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    model(micro_batch(bare, rank, 0, 0)).backward()
+    both = [micro_batch(bare, each, 0, 0) for each in (2 * pair, 2 * pair + 1)]
+    for name, p in bare.named_parameters():
+        assert torch.equal(p.grad, sum(each[name].float() for each in both) / 2)
+
+
 def run_two_optimizers(rank, ranks):
     """One of two optimizers returns to torch's sums, then the other."""
     bare = Model()
