@@ -226,15 +226,17 @@ def run_refusals():
     mixed = Units()
     mixed.high = FullyShardedDataParallel(mixed.high, **options)
     refused(FullyShardedDataParallel(mixed, **options), NotImplementedError, "units are in fp32")
+    inner = Units(with_fp32=False)
+    inner.low = FullyShardedDataParallel(inner.low, process_group=dist.new_group([0, 1]), **options)
+    apart = FullyShardedDataParallel(inner, **options)
+    refused(apart, NotImplementedError, "sharded over several process groups")
+    hooked = FullyShardedDataParallel(Units(with_fp32=False), **options)
+    hooked.register_comm_hook(None, lambda state, *gradients: None)
+    refused(hooked, NotImplementedError, "it has a communication hook already")
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicated = replicate(Units(with_fp32=False), mesh=mesh)
     refused(replicated, NotImplementedError, "parameters are replicated")
-    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    for dtype, said in ((None, "bf16"), (torch.bfloat16, "torch.bfloat16")):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
-        low = fully_shard(Model().bfloat16(), mesh=replicas, mp_policy=policy)
-        refused(low, ValueError, f"fully_shard sums replicas in {said}. Use fully_shard")
     flattened = FullyShardedDataParallel(Units(with_fp32=False), **options)
     lacking = RuntimeError("Backend mine does not support alltoall_base")
     with mock.patch.object(dist, "all_to_all_single", side_effect=lacking):
