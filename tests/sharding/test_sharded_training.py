@@ -5,8 +5,20 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, held, local, named
+from sharded_models import (
+    EVEN,
+    STRATEGIES,
+    THIRDS,
+    UNEVEN,
+    WIDE,
+    Case,
+    held,
+    local,
+    mesh_of,
+    named,
+)
 from sharded_training import RECIPES, STEPS, Run, assert_same, gradient, joined, reference
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_bf16
@@ -101,8 +113,9 @@ def test_a_checkpoint_continues_sharded_in_another_way(ranks, before, after, rec
 
 
 def placed_otherwise(case, recipe):
-    """Half of the steps; then states by columns or whole, and gradients whole or as sums."""
+    """Half of the steps; then states in other places, and gradients whole or as sums."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    here, other = mesh_of(case), DeviceMesh("cpu", torch.arange(world).view(-1, 1))
     run, norms = Run(case, recipe).train(range(STEPS // 2)), []
     states = run.optimizer.state_dict()
     whole = {
@@ -112,11 +125,14 @@ def placed_otherwise(case, recipe):
         if isinstance(each, DTensor)
     }
     for (n, key), each in whole.items():
-        old, placement = states["state"][n][key], Replicate()
-        if each.ndim > 1:
-            placement, each = Shard(each.ndim - 1), each.chunk(world, -1)[rank].contiguous()
+        old, mesh, placements = states["state"][n][key], here, [Replicate()]
+        if each.ndim == 2:
+            placements, each = [Shard(1)], each.chunk(world, 1)[rank]
+        elif each.ndim == 3:
+            mesh, placements, each = other, [Shard(0), Replicate()], each.chunk(world)[rank]
+        memory = each.contiguous().view(old.dtype)
         states["state"][n][key] = DTensor.from_local(
-            each.view(old.dtype), old.device_mesh, [placement], shape=old.shape, stride=old.stride()
+            memory, mesh, placements, shape=old.shape, stride=old.stride()
         )
     run.optimizer.load_state_dict(states)
     for step in range(STEPS // 2, STEPS):
