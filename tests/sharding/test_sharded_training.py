@@ -14,12 +14,23 @@ from sharded_models import (
     Case,
     held,
     local,
+    make_model,
     mesh_of,
     named,
 )
-from sharded_training import RECIPES, STEPS, Run, assert_same, gradient, joined, reference
+from sharded_training import (
+    RECIPES,
+    STEPS,
+    Run,
+    assert_same,
+    gradient,
+    joined,
+    recipe_of,
+    reference,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import torch_bf16
 
@@ -116,7 +127,11 @@ def placed_otherwise(case, recipe):
     """Half of the steps; then states in other places, and gradients whole or as sums."""
     rank, world = dist.get_rank(), dist.get_world_size()
     here, other = mesh_of(case), DeviceMesh("cpu", torch.arange(world).view(-1, 1))
-    run, norms = Run(case, recipe).train(range(STEPS // 2)), []
+    model = None
+    if case.way == "tp":
+        model = torch_bf16.cast_model(make_model(case.sizes), recipe_of(recipe))
+        parallelize_module(model, here, {"norm": SequenceParallel()})
+    run, norms = Run(case, recipe, model=model).train(range(STEPS // 2)), []
     states = run.optimizer.state_dict()
     whole = {
         (n, key): each.view(torch.float16 if key == "remainder16" else each.dtype).full_tensor()
