@@ -91,6 +91,26 @@ def run_no_sync_loses_nothing(rank, ranks, format):
             assert (p.grad.double().mean() - 0.99945).abs() <= limit / p.numel() ** 0.5
 
 
+def run_forward_before_no_sync(rank, ranks):
+    """DDP reduces in a pass of two losses if it had prepared for one of them."""
+    bare = Model()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare)
+    torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
+    with model.no_sync():
+        model(micro_batch(bare, rank, 0, 0)).backward()
+    first = model(micro_batch(bare, rank, 0, 1))
+    with model.no_sync():
+        (first + model(micro_batch(bare, rank, 0, 2))).backward()
+    for name, p in bare.named_parameters():
+        everywhere = [torch.empty_like(p.grad) for _ in range(ranks)]
+        dist.all_gather(everywhere, p.grad)
+        assert all(torch.equal(p.grad, each) for each in everywhere)
+        batches = [micro_batch(bare, r, 0, n)[name] for r in range(ranks) for n in range(3)]
+        expected = sum(each.double() for each in batches) / ranks
+        assert (p.grad.double() - expected).abs().max() <= 8 * 10 * 2**-8
+
+
 def run_unused(rank, ranks):
     """A parameter that no pass uses, in a bucket with one that every pass does."""
     bare = Model()
@@ -335,6 +355,7 @@ CASES = {
     "ddp-bf16_stochastic": lambda rank, ranks: run_ddp(
         rank, ranks, "bf16_stochastic", False, False
     ),
+    "ddp-bf16_stochastic-forward-before-no-sync": run_forward_before_no_sync,
     "no-sync-fp32": lambda rank, ranks: run_no_sync_loses_nothing(rank, ranks, "fp32"),
     "no-sync-bf16_stochastic": lambda rank, ranks: run_no_sync_loses_nothing(
         rank, ranks, "bf16_stochastic"
