@@ -256,6 +256,9 @@ def run_refusal(rank, ranks, option):
     model = DistributedDataParallel(bare, **{option: True})
     with pytest.raises(ValueError, match=option):
         torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    two = torch.nn.ModuleList([DistributedDataParallel(Model()) for _ in range(2)])
+    with pytest.raises(ValueError, match="several DDP modules; give each an optimizer of its own"):
+        torch_bf16.accumulate_gradients(two, torch_bf16.SGD(two.parameters(), lr=0.1), "fp32")
     # What the message offers works.
     torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
     model(micro_batch(bare, rank, 0, 0)).backward()
