@@ -9,7 +9,7 @@ from sharded_llama import accelerator, on_ranks
 
 @on_ranks()
 def trained(mode):
-    """How far the mean of each parameter has moved, and the sum of each.
+    """How far the mean of each parameter has moved, and the sum of each, exactly.
 
     One without an optimizer becomes the mean of the ranks' numbers.
     """
@@ -31,4 +31,5 @@ def trained(mode):
             local_sgd.step()
     pairs = zip(bare.parameters(), start, strict=True)
     moved = [(p.detach().float() - old).mean().item() for p, old in pairs]
-    return moved, [p.detach().float().sum().item() for p in bare.parameters()]
+    exact = getattr(optimizer.optimizer, "exact_weight", torch.Tensor.detach)
+    return moved, [exact(p).double().sum().item() for p in bare.parameters()]

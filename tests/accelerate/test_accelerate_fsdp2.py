@@ -7,10 +7,11 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 from launching import launched_environment
 from packaging.version import Version
 
-from accelerate_bf16 import MODES
+from accelerate_bf16 import MODES, BF16RecipeKwargs
 
 if Version(version("accelerate")) < Version("1.10"):
     pytest.skip(
@@ -18,7 +19,8 @@ if Version(version("accelerate")) < Version("1.10"):
     )
 
 import fsdp2_on_ranks as on_ranks
-from sharded_llama import assert_same, averages
+from sharded_llama import assert_same, averages, contents, loss_of, prepared
+from sharded_llama import on_ranks as on_each_rank
 
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
 CONFIG = """
@@ -75,6 +77,34 @@ def test_what_accelerate_does_around_sharding_changes_no_bit(ranks, trained, aro
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
 def test_training_has_the_bits_of_ddp(ranks, mode, name):
     ranks(2, on_ranks.training_has_the_bits_of_ddp, mode, name)
+
+
+@on_each_rank()
+def released_sums_have_the_bits_of_others(sync_each):
+    found = []
+    for release in (False, True):
+        sums = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each)
+        made, model, optimizer = prepared(
+            "bf16-stochastic",
+            kwargs_handlers=[BF16RecipeKwargs(release_gradients=release)],
+            gradient_accumulation_plugin=sums,
+        )
+        for step in range(4):
+            with made.accumulate(model):
+                made.backward(loss_of(made, model, step))
+                if made.sync_gradients:
+                    assert release == all(p.grad is None for p in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert {int(state["step"]) for state in optimizer.optimizer.state.values()} == {2}
+        found.append(contents(model, optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("sync_each", [False, True])
+def test_released_sums_have_the_bits_of_others(ranks, sync_each):
+    """FSDP2 hides the passes that it does not reduce."""
+    ranks(2, released_sums_have_the_bits_of_others, sync_each)
 
 
 @pytest.mark.skipif(version("transformers") < "5", reason="tensor parallelism came with 5")

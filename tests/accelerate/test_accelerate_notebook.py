@@ -87,9 +87,15 @@ def test_variable_is_put_back_and_wins_where_no_mode_is_named(monkeypatch):
     monkeypatch.setenv(name, "bf16-fp32-master")
     seen = []
     for given in ({"mixed_precision": "bf16-stochastic"}, {}):
-        notebook_launcher(lambda: seen.append(os.environ[name]), num_processes=1, **given)
-    assert seen == ["bf16-stochastic", "bf16-fp32-master"]
+        notebook_launcher(
+            lambda: seen.append((os.environ[name], os.environ.get("BF16_MODE"))),
+            num_processes=1,
+            **given,
+        )
+    # The second one outweighs what the launched function names itself.
+    assert seen == [("bf16-stochastic", "bf16-stochastic"), ("bf16-fp32-master", None)]
     assert os.environ[name] == "bf16-fp32-master"
+    assert "BF16_MODE" not in os.environ
 
 
 def test_misspelt_mode_is_refused_with_the_names():

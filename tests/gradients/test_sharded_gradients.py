@@ -15,6 +15,10 @@ def test_an_overflow_in_one_ranks_part_is_one_for_all(ranks, wide):
     ranks(3, runs.run_overflow_on_one_rank, wide)
 
 
+def test_an_overflow_reaches_ranks_over_both_dimensions_of_a_mesh(ranks):
+    ranks(4, runs.run_overflow_on_a_mesh_of_two_dimensions)
+
+
 @pytest.mark.parametrize("method", ["forward", "encode"])
 def test_sums_are_ours_whichever_method_of_an_fsdp2_module_is_called(ranks, method):
     ranks(2, runs.run_sums_by, method)

@@ -10,6 +10,7 @@ import importlib
 import itertools
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,3 +206,24 @@ def test_parameters_that_are_unfrozen_later_join_the_converted_optimizer(pl, mod
     state = module.made[0].state[module.net[0].weight]
     assert int(state["step"]) == 3
     assert state.keys() == module.made[0].state[module.net[3].weight].keys()
+
+
+# The attribute of the Trainer's strategy, and of Fabric's.
+@pytest.mark.parametrize("attribute", ["kwargs", "_fsdp_kwargs"])
+@pytest.mark.parametrize("sent", [False, True])
+def test_masters_follow_the_weights_that_fsdp1_sends(plugin_class, monkeypatch, attribute, sent):
+    """FSDP1 sends them on devices alone."""
+    synced = []
+    monkeypatch.setattr(torch_bf16, "sync_masters", synced.append)
+    strategy, module = SimpleNamespace(**{attribute: {"sync_module_states": sent}}), nn.Linear(2, 2)
+    plugin_class().sync_masters(module, strategy)
+    assert synced == [module] * sent
+
+
+@pytest.mark.parametrize(
+    ("compute", "casts"), [("autocast", False), ("fp32", False), ("bf16", True)]
+)
+def test_fsdp1_reduces_in_fp32_and_casts_inputs_where_all_is_bf16(plugin_class, compute, casts):
+    found = plugin_class(compute=compute).mixed_precision_config
+    assert (found.param_dtype, found.reduce_dtype) == (None, torch.float32)
+    assert (found.cast_forward_inputs, found.cast_root_forward_inputs) == (casts, casts)

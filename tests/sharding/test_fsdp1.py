@@ -5,8 +5,11 @@ import torch
 import torch.distributed as dist
 from sharded_models import EVEN, Case, Model, held, make_model, named, shard
 from sharded_training import RECIPES, STEPS, Part, Run, adamw, assert_same, joined, reference
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import torch_bf16
 from torch_bf16.checkpoints.export import export_file
@@ -154,6 +157,19 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(ranks, recipe, tmp_pa
     assert_same(reference(EVEN, recipe), joined(found))
 
 
+def transposed():
+    model = torch_bf16.cast_model(make_model(), RECIPES[0])
+    model.up.weight.data = model.up.weight.data.t().contiguous().t()
+    return model
+
+
+def cut_before():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch_bf16.cast_model(nn.Linear(8, 8), RECIPES[0])
+    model = parallelize_module(model, mesh["tp"], ColwiseParallel())
+    return FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=torch.device("cpu"))
+
+
 BLOCKS = torch_bf16.get_recipe(RECIPES[0], exp_avg="int8")
 SUMS = torch_bf16.get_recipe(RECIPES[0], accumulate="bf16_stochastic")
 REFUSED = {
@@ -172,6 +188,14 @@ REFUSED = {
         lambda run: torch_bf16.release_gradients(run.model, run.optimizer),
     ),
     "average": ("cannot be copied", lambda run: torch_bf16.EMA(run.model)),
+    "transposed": (
+        "is 'weight', which was not contiguous when FSDP1 flattened it",
+        lambda _: unnamed(shard(transposed(), CASE), RECIPES[0]),
+    ),
+    "tensor parallelism": (
+        "'weight', which tensor parallelism had cut before FSDP1 flattened it",
+        lambda _: unnamed(cut_before(), RECIPES[0]),
+    ),
     "export": (
         "in pieces on all ranks",
         lambda run: torch_bf16.fp32_state_dict(run.model, run.optimizer),
@@ -202,10 +226,11 @@ def test_a_cast_after_wrapping_is_refused(ranks):
 
 
 def flat(make, recipe):
-    model = torch_bf16.cast_model(make_model(), recipe)
-    model = shard(model, CASE, original=False)
-    with pytest.raises(NotImplementedError, match="use_orig_params=True"):
-        make(model, recipe)
+    for case in (CASE, Case("fsdp1-no-shard", (4,))):
+        model = torch_bf16.cast_model(make_model(), recipe)
+        model = shard(model, case, original=False)
+        with pytest.raises(NotImplementedError, match="use_orig_params=True"):
+            make(model, recipe)
 
 
 @every_recipe

@@ -58,6 +58,15 @@ def test_modules_that_are_sharded_together_are_one_group(one_rank):
         cast_model(module)
 
 
+def test_a_model_that_has_run_is_refused_and_left_as_it_was(one_rank):
+    module = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh=one_rank)
+    module(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="has run already; FSDP settles its dtypes"):
+        cast_model(module)
+    module.reshard()
+    assert dtypes(module) == [{FP32}] * 2
+
+
 def test_a_model_with_kept_modules_is_cast_again_and_made_fp32_again(one_rank):
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     for each in (*module, module):

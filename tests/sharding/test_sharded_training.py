@@ -5,8 +5,32 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, local
-from sharded_training import RECIPES, STEPS, Run, assert_same, joined, reference
+from sharded_models import (
+    EVEN,
+    STRATEGIES,
+    THIRDS,
+    UNEVEN,
+    WIDE,
+    Case,
+    held,
+    local,
+    make_model,
+    mesh_of,
+    named,
+)
+from sharded_training import (
+    RECIPES,
+    STEPS,
+    Run,
+    assert_same,
+    gradient,
+    joined,
+    recipe_of,
+    reference,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import torch_bf16
 
@@ -97,6 +121,61 @@ def test_a_checkpoint_continues_sharded_in_another_way(ranks, before, after, rec
     ranks(before.world, trained_and_saved, before, recipe, tmp_path)
     found = ranks(after.world, loaded_and_trained, after, recipe, tmp_path)
     assert_same(reference(before.sizes, recipe), joined(found))
+
+
+def placed_otherwise(case, recipe):
+    """Half of the steps; then states in other places, and gradients whole or as sums."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    here, other = mesh_of(case), DeviceMesh("cpu", torch.arange(world).view(-1, 1))
+    model = None
+    if case.way == "tp":
+        model = torch_bf16.cast_model(make_model(case.sizes), recipe_of(recipe))
+        parallelize_module(model, here, {"norm": SequenceParallel()})
+    run, norms = Run(case, recipe, model=model).train(range(STEPS // 2)), []
+    states = run.optimizer.state_dict()
+    whole = {
+        (n, key): each.view(torch.float16 if key == "remainder16" else each.dtype).full_tensor()
+        for n, state in states["state"].items()
+        for key, each in state.items()
+        if isinstance(each, DTensor)
+    }
+    for (n, key), each in whole.items():
+        old, mesh, placements = states["state"][n][key], here, [Replicate()]
+        if each.ndim == 2:
+            placements, each = [Shard(1)], each.chunk(world, 1)[rank]
+        elif each.ndim == 3:
+            mesh, placements, each = other, [Shard(0), Replicate()], each.chunk(world)[rank]
+        memory = each.contiguous().view(old.dtype)
+        states["state"][n][key] = DTensor.from_local(
+            memory, mesh, placements, shape=old.shape, stride=old.stride()
+        )
+    run.optimizer.load_state_dict(states)
+    for step in range(STEPS // 2, STEPS):
+        run.give(step)
+        exact = []
+        for name, p in named(run.model).items():
+            full = gradient(name, held(case)[name][0], step).to(p.dtype)
+            exact.append(full.double().norm())
+            # At some steps only what is whole on each rank has another placement.
+            if isinstance(p, DTensor) and (step % 3 < 2 or p.placements[0].is_replicate()):
+                summed = torch.zeros_like(full)
+                summed.view(-1)[rank::world] = full.view(-1)[rank::world]
+                memory, placement = (summed, Partial()) if step % 3 else (full, Replicate())
+                p.grad = DTensor.from_local(memory, p.device_mesh, [placement])
+        norm = torch_bf16.total_norm(run.model.parameters())
+        norms.append((norm.item(), torch.stack(exact).norm().item()))
+        run.optimizer.step()
+    return run.parts(), norms
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", [Case("fsdp2", (2,)), Case("tp", (2,))], ids=Case.id)
+def test_gradients_and_states_that_are_placed_otherwise_are_moved(ranks, case, recipe):
+    """A norm's gradient is a sum over ranks under sequence parallelism."""
+    parts, norms = zip(*ranks(case.world, placed_otherwise, case, recipe), strict=True)
+    assert_same(reference(case.sizes, recipe), joined(parts))
+    for norm, exact in itertools.chain(*norms):
+        assert norm == pytest.approx(exact, rel=1e-6, abs=0)
 
 
 def clipped(case):

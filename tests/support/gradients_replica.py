@@ -91,6 +91,26 @@ def run_no_sync_loses_nothing(rank, ranks, format):
             assert (p.grad.double().mean() - 0.99945).abs() <= limit / p.numel() ** 0.5
 
 
+def run_forward_before_no_sync(rank, ranks):
+    """DDP reduces in a pass of two losses if it had prepared for one of them."""
+    bare = Model()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare)
+    torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
+    with model.no_sync():
+        model(micro_batch(bare, rank, 0, 0)).backward()
+    first = model(micro_batch(bare, rank, 0, 1))
+    with model.no_sync():
+        (first + model(micro_batch(bare, rank, 0, 2))).backward()
+    for name, p in bare.named_parameters():
+        everywhere = [torch.empty_like(p.grad) for _ in range(ranks)]
+        dist.all_gather(everywhere, p.grad)
+        assert all(torch.equal(p.grad, each) for each in everywhere)
+        batches = [micro_batch(bare, r, 0, n)[name] for r in range(ranks) for n in range(3)]
+        expected = sum(each.double() for each in batches) / ranks
+        assert (p.grad.double() - expected).abs().max() <= 8 * 10 * 2**-8
+
+
 def run_unused(rank, ranks):
     """A parameter that no pass uses, in a bucket with one that every pass does."""
     bare = Model()
@@ -122,6 +142,20 @@ def run_join(rank, ranks):
             assert torch.equal(bare.a.grad, expected / ranks)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def run_in_two_groups():
+    """Each pair of ranks has the mean of its own gradients."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank, bare = dist.get_rank(), Model()
+    pair = rank // 2
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare, process_group=groups[pair])
+    torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    model(micro_batch(bare, rank, 0, 0)).backward()
+    both = [micro_batch(bare, each, 0, 0) for each in (2 * pair, 2 * pair + 1)]
+    for name, p in bare.named_parameters():
+        assert torch.equal(p.grad, sum(each[name].float() for each in both) / 2)
 
 
 def run_two_optimizers(rank, ranks):
@@ -222,6 +256,9 @@ def run_refusal(rank, ranks, option):
     model = DistributedDataParallel(bare, **{option: True})
     with pytest.raises(ValueError, match=option):
         torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    two = torch.nn.ModuleList([DistributedDataParallel(Model()) for _ in range(2)])
+    with pytest.raises(ValueError, match="several DDP modules; give each an optimizer of its own"):
+        torch_bf16.accumulate_gradients(two, torch_bf16.SGD(two.parameters(), lr=0.1), "fp32")
     # What the message offers works.
     torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
     model(micro_batch(bare, rank, 0, 0)).backward()
@@ -321,6 +358,7 @@ CASES = {
     "ddp-bf16_stochastic": lambda rank, ranks: run_ddp(
         rank, ranks, "bf16_stochastic", False, False
     ),
+    "ddp-bf16_stochastic-forward-before-no-sync": run_forward_before_no_sync,
     "no-sync-fp32": lambda rank, ranks: run_no_sync_loses_nothing(rank, ranks, "fp32"),
     "no-sync-bf16_stochastic": lambda rank, ranks: run_no_sync_loses_nothing(
         rank, ranks, "bf16_stochastic"

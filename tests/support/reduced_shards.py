@@ -226,6 +226,13 @@ def run_refusals():
     mixed = Units()
     mixed.high = FullyShardedDataParallel(mixed.high, **options)
     refused(FullyShardedDataParallel(mixed, **options), NotImplementedError, "units are in fp32")
+    inner = Units(with_fp32=False)
+    inner.low = FullyShardedDataParallel(inner.low, process_group=dist.new_group([0, 1]), **options)
+    apart = FullyShardedDataParallel(inner, **options)
+    refused(apart, NotImplementedError, "sharded over several process groups")
+    hooked = FullyShardedDataParallel(Units(with_fp32=False), **options)
+    hooked.register_comm_hook(None, lambda state, *gradients: None)
+    refused(hooked, NotImplementedError, "it has a communication hook already")
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicated = replicate(Units(with_fp32=False), mesh=mesh)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     SequenceParallel,
@@ -24,9 +25,21 @@ IN_FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
 def run_overflow_on_one_rank(wide):
     """Every rank skips the step and halves the scale; rows: fewer than ranks leave one without."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = dist.get_world_size()
     model = torch_bf16.cast_model(nn.Linear(4, ranks if wide else ranks - 1, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    skips_together(fully_shard(model, mesh=init_device_mesh("cpu", (ranks,))))
+
+
+def run_overflow_on_a_mesh_of_two_dimensions():
+    """The rank that shares no row and no column with it skips the step, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch_bf16.cast_model(nn.Linear(4, 4, bias=False))
+    parallelize_module(model, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    skips_together(fully_shard(model, mesh=mesh["dp"]))
+
+
+def skips_together(model):
+    rank = dist.get_rank()
     optimizer = torch_bf16.AdamW(model.named_parameters(), lr=0.1)
     scaler = torch_bf16.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     for overflows, scale in ((False, 8.0), (True, 4.0)):
@@ -43,42 +56,49 @@ def run_overflow_on_one_rank(wide):
 
 
 class Encoder(nn.Module):
-    """Its gradient is its input, whichever method is called."""
+    """Both gradients are its input, whichever method is called."""
 
     def __init__(self):
         super().__init__()
+        self.v = nn.Parameter(torch.zeros(16, 16))
         self.w = nn.Parameter(torch.zeros(16, 16))
 
     def forward(self, x):
-        return (self.w * x).sum()
+        return ((self.v + self.w) * x).sum()
 
     def encode(self, x):
-        return (self.w * x).sum()
+        return self.forward(x)
 
 
 def run_sums_by(method):
-    """Many small gradients after a large one, of which torch's own sums would keep none."""
+    """Many small gradients after a large one, of which torch's own sums would keep none.
+
+    Two optimizers share a unit of FSDP2.
+    """
     model = torch_bf16.cast_model(Encoder())
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=IN_FP32)
     register_fsdp_forward_method(model, "encode")
-    optimizer = torch_bf16.SGD(model.named_parameters(), lr=0.1)
-    handle = torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
+    optimizers = [torch_bf16.SGD([each], lr=0.1) for each in model.named_parameters()]
+    handles = [
+        torch_bf16.accumulate_gradients(model, each, "bf16_stochastic") for each in optimizers
+    ]
     # A handle of another optimizer comes and goes, and takes nothing with it.
     other = torch_bf16.SGD([nn.Parameter(torch.zeros(1).bfloat16())], lr=0.1)
     torch_bf16.accumulate_gradients(model, other, "bf16_stochastic").remove()
 
-    def total(passes):
-        optimizer.zero_grad()
+    def totals(passes):
+        model.zero_grad()
         for number in range(passes):
             call = model if method == "forward" else getattr(model, method)
             call(torch.tensor(2.0**-9 if number else 1.0).bfloat16()).backward()
-        return model.w.grad.to_local().double().mean().item()
+        return [p.grad.to_local().double().mean().item() for p in model.parameters()]
 
     # Each addition has a standard deviation of at most half of 2^-7: six of the mean's.
-    error = total(101) - (1 + 100 * 2**-9)
-    assert abs(error) <= 6 * 10 * 2**-8 / model.w.to_local().numel() ** 0.5
-    handle.remove()
-    assert total(101) == 1  # the control: what torch does
+    bound = 6 * 10 * 2**-8 / model.w.to_local().numel() ** 0.5
+    assert all(abs(total - (1 + 100 * 2**-9)) <= bound for total in totals(101))
+    for handle in handles:
+        handle.remove()
+    assert totals(101) == [1, 1]  # the control: what torch does
 
 
 def run_wire_over_tensor_parallelism():

@@ -77,7 +77,8 @@ class Run:
             before = [*self.model.parameters()]
             torch_bf16.cast_model(self.model, recipe)
             assert all(a is b for a, b in zip(before, self.model.parameters(), strict=True))
-        if case.way == "ddp":
+        if case.way in ("ddp", "fsdp2"):
+            # Of DTensors, whose parts each rank has cast itself, this changes nothing.
             torch_bf16.sync_masters(self.model, group=mesh.get_group())
         self.optimizer = make(self.model, recipe)
         if backend is not None:

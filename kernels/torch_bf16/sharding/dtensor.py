@@ -100,17 +100,12 @@ class DTensorShard(Shard):
         inner = [dim for dim, each in enumerate(placements) if getattr(each, "dim", 0) > 0]
         if block == 1 or not inner:
             return
-        of_blocks = (shape[0], prod(shape[1:]) // block)
+        beyond = any(placements[dim].dim > 1 for dim in inner)
         for coordinate in product(*(range(n if d in inner else 1) for d, n in enumerate(mesh))):
             box = box_at(shape, mesh, coordinate, placements)
-            if any(each.stop == each.start for each in box):
-                continue
-            offset, width, _ = runs_of(shape[1:], box[1:])
-            count = prod(each.stop - each.start for each in box[1:])
-            beyond = any(placements[dim].dim > 1 for dim in inner)
-            expected = slice(offset // block, (offset + count) // block)
-            split = beyond or width < count or offset % block or count % block
-            if split or box_at(of_blocks, mesh, coordinate, placements)[1] != expected:
+            # If all pieces are whole blocks, they begin where blocks do, and a plane of scales is
+            # cut alike.
+            if beyond or prod(each.stop - each.start for each in box[1:]) % block:
                 raise NotImplementedError(
                     f"int8 moments of a parameter of shape {shape} placed as {tuple(placements)} "
                     f"on a mesh of {tuple(mesh)} cannot be kept: they are encoded in blocks of "
@@ -121,9 +116,12 @@ class DTensorShard(Shard):
 
     def take(self, saved: Tensor) -> Tensor:
         if is_dtensor(saved) and saved.device_mesh == self.parameter.device_mesh:  # pyright: ignore[reportAttributeAccessIssue]
-            return self._in_place(saved)
+            part = self._in_place(saved)
+            if saved.placements == self.parameter.placements:  # pyright: ignore[reportAttributeAccessIssue]
+                return part
+            # Copies here and below, because a view would keep more than this rank's part.
+            return part.clone(memory_format=torch.contiguous_format)
         saved = whole(saved)
-        # A copy, because a view would keep the whole tensor.
         box = self._box if saved.shape == self.parameter.shape else self._box_of(saved.shape)
         return saved[box].clone(memory_format=torch.contiguous_format)
 
@@ -212,7 +210,7 @@ def _order(mesh_shape: Sequence[int], placements: Any) -> Iterable[int]:
         if each.is_replicate():
             continue
         dim, factor = getattr(each, "dim", None), getattr(each, "split_factor", 1)
-        if dim is None or each.is_partial():
+        if dim is None:
             raise _refusal(placements, f"{each} leaves no element whole")
         before = prod(mesh_shape[i] for i in order if placements[i].dim == dim)
         if factor == 1:

@@ -144,8 +144,6 @@ class Fsdp1Shard(Shard):
 
     def holders(self) -> Mapping[int, Span]:
         handle = self._handle
-        if not handle.uses_sharded_strategy:
-            return {}
         flat, group = handle.flat_param, handle.process_group
         rows = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
         first = [start for (start, _), padding in rows if not padding][self._number]
