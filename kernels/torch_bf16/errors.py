@@ -42,7 +42,9 @@ UNTOUCHED = "Nothing was updated"
 _USERS = (ValueError, NotImplementedError)
 
 # Frames of these packages are not what a warning is about.
-_NOT_PROGRAMS = frozenset({"torch", "torch_bf16", "lightning_bf16", "accelerate_bf16"})
+_NOT_PROGRAMS = frozenset(
+    {"torch", "torch_bf16", "lightning_bf16", "accelerate_bf16", "contextlib", "functools"}
+)
 
 Label = Callable[[], str]
 """Returns the name of something for a message; called only if there is a message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +47,38 @@ REPLACED: dict[str, dict[str, Any]] = {
 
 
 def on_import(module: ModuleType) -> None:
-    """Patch one of the host modules that ``bf16_autoload.TARGETS`` lists for this plugin."""
+    """Patch one of the host modules that ``bf16_autoload.TARGETS`` lists for this plugin.
+
+    Raises:
+        ImportError: the host is too old. ``BF16_MODE`` is then refused when a Trainer is made.
+    """
+    try:
+        _patch(module)
+    except AttributeError as error:
+        host = module.__name__.partition(".")[0]
+        version = getattr(sys.modules.get(host), "__version__", "older")
+        why = f"the modes need {host} 2.5 or newer, and this is {version}"
+        if hasattr(module, "AcceleratorConnector"):
+            patches.replace(
+                module,
+                "AcceleratorConnector._check_and_init_precision",
+                functools.partial(_refusing, why),
+            )
+        raise ImportError(why) from error
+
+
+def _refusing(why: str, original: Any) -> Any:
+    """Make a connector refuse a mode by name where it would train in another precision."""
+
+    def check(self: Any) -> Any:
+        if mode := torch_bf16.mode_from_environment():
+            raise RuntimeError(f"BF16_MODE={mode} was asked for, and {why}")
+        return original(self)
+
+    return check
+
+
+def _patch(module: ModuleType) -> None:
     name = module.__name__.rpartition(".")[2]
     for path, make in REPLACED[name].items():
         # Fabric's strategy has one of these two methods, the Trainer's has the other.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -219,6 +220,26 @@ def test_registering_again_changes_nothing(pl):
     lightning_bf16.register()
     _patches.on_import(connector)
     assert connector._AcceleratorConnector._check_and_init_precision is before
+
+
+def test_a_host_that_is_too_old_trains_in_no_other_precision_than_bf16_mode(monkeypatch):
+    """As pytorch-lightning 1.9.5, whose connector has another name."""
+
+    class AcceleratorConnector:
+        def _check_and_init_precision(self):
+            return "its own"
+
+    old = ModuleType("old_host.trainer.connectors.accelerator_connector")
+    old.AcceleratorConnector = AcceleratorConnector
+    monkeypatch.setitem(sys.modules, "old_host", SimpleNamespace(__version__="1.9.5"))
+    why = "the modes need old_host 2.5 or newer, and this is 1.9.5"
+    with pytest.raises(ImportError, match=why):
+        _patches.on_import(old)
+    connector = AcceleratorConnector()
+    assert connector._check_and_init_precision() == "its own"
+    monkeypatch.setenv("BF16_MODE", "bf16-stochastic")
+    with pytest.raises(RuntimeError, match=f"BF16_MODE=bf16-stochastic was asked for, and {why}"):
+        connector._check_and_init_precision()
 
 
 def test_complex_parameters_of_another_dtype_train_by_the_advice_of_the_refusal(pl, mode):

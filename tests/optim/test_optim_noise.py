@@ -98,6 +98,16 @@ def test_an_optimizer_for_each_weight_without_names_is_named_once(model):
     assert len(warned) == 1
 
 
+def test_eight_of_them_are_named_where_the_program_has_cast_the_weights(monkeypatch):
+    monkeypatch.setattr(shared_noise, "_warned", False)
+    weights = [torch.nn.Parameter(torch.ones(8, 8).bfloat16()) for _ in range(8)]
+    set_gradients(weights, 0)
+    optimizers = [torch_bf16.AdamW([p]) for p in weights]
+    step_each(optimizers[:7])
+    with pytest.warns(UserWarning, match="at least 8 optimizers with one parameter each have no"):
+        step_each(optimizers[7:])
+
+
 @pytest.mark.parametrize(
     "apart",
     [

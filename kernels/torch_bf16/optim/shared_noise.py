@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["warn_if_shared"]
 
-# Two or three optimizers, for parts of a model, are common, and their noise does little harm.
-_MANY = 4
+# Two or three optimizers, for parts of a model, are common, and their noise does little harm. More
+# are needed where the weights are not known to be of one model.
+_MANY, _MANY_APART = 4, 8
 
 # Engines of optimizers with one weight without a name: the weight's id and the seed.
 _single: WeakKeyDictionary[Engine, tuple[int, int]] = WeakKeyDictionary()
@@ -31,7 +32,7 @@ _warned = False
 
 
 def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
-    """Warn once if many weights of a cast model have such an optimizer each.
+    """Warn once if many weights have such an optimizer each.
 
     Args:
         optimizer: an optimizer whose first step is planned.
@@ -55,13 +56,16 @@ def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
         names = [name for name, each in model.named_parameters() if id(each) in alike]
         if len(names) >= _MANY:
             _warned = True
-            _warn(type(optimizer).__name__, names, seed)
+            _warn(type(optimizer).__name__, len(names), f" ({', '.join(names[:3])}, ...)", seed)
             return
+    if len(alike) >= _MANY_APART:
+        _warned = True
+        _warn(type(optimizer).__name__, len(alike), "", seed)
 
 
-def _warn(kind: str, names: list[str], seed: int) -> None:
+def _warn(kind: str, count: int, which: str, seed: int) -> None:
     warn(
-        f"at least {len(names)} optimizers with one parameter each ({', '.join(names[:3])}, ...) "
+        f"at least {count} optimizers with one parameter each{which} "
         f"have no names for them and draw the same noise (seed {seed}), so that the roundings of "
         "different weights do not average out. Give each its name, "
         f"{kind}([(name, parameter)]) for name, parameter in model.named_parameters(), or use one "

@@ -180,9 +180,9 @@ def load(
         if changes.counts:
             _logger.log(
                 logging.WARNING if changes.lost else logging.INFO,
-                "loaded a state dict of recipe %s into recipe %r: %s. Keep the file if the rounded "
-                "numbers may be needed exactly",
-                repr(header["recipe"]["name"]) if header else "none of torch_bf16",
+                "loaded a state dict %s into recipe %r: %s. Keep the file if the rounded numbers "
+                "may be needed exactly",
+                f"of recipe {header['recipe']['name']!r}" if header else "without a recipe",
                 recipe.name,
                 changes,
             )
