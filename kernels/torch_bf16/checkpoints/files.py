@@ -18,8 +18,8 @@ from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import CheckpointError, first_line, suffix_errors, with_article
+from torch_bf16.optim.loading import check_groups
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.state_dict import check_groups
 from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import any_flattened, is_incomplete, shard_of
 from torch_bf16.states.schema import HEADER

@@ -28,8 +28,7 @@ from torch_bf16.sharding import Shard
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
-from . import exact_weights, inherited_masters, shared_states
-from . import state_dict as state_dicts
+from . import exact_weights, inherited_masters, loading, saving, shared_states
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, look_for_writes, states_without_remainders
 from .planning import check_recipe, make_plan, with_gradients
@@ -318,7 +317,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         States of parameters that FSDP1 has flattened are all fp32 there: FSDP1 gathers the states
         of a unit only if they have one dtype and the same names.
         """
-        return state_dicts.save(self, super().state_dict)
+        return saving.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any recipe, or of the ``torch.optim`` class that this one replaces.
@@ -337,14 +336,14 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: the number of groups or parameters differs, as in torch.
             NotImplementedError: a saved option is not supported, or not beside this optimizer's.
         """
-        state_dicts.load(self, state_dict, super().load_state_dict)
+        loading.load(self, state_dict, super().load_state_dict)
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, without loading anything.
 
         Only one parameter's states are copied at a time. Load hooks are not run.
         """
-        state_dicts.check(self, state_dict)
+        loading.check(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"recipe": self.recipe, "backend": self.backend, "_engine": copy(self._engine)}

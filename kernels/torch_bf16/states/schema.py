@@ -26,6 +26,7 @@ __all__ = [
     "header",
     "narrow_states",
     "readable",
+    "unowned_states",
     "with_saved_seed",
 ]
 
@@ -249,3 +250,9 @@ def check_names(saved: Sequence[Sequence[Any]], live: Sequence[Sequence[Any]]) -
                 "number. Make the optimizer of the parameters in the order of "
                 "model.named_parameters()"
             )
+
+
+def unowned_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """States under keys that are not parameters; only classes without a fused rule have any."""
+    parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
+    return {key: each for key, each in state_dict["state"].items() if key not in parameters}

@@ -1,4 +1,4 @@
-"""Saves and loads our optimizers: torch's state dicts, without losing a bit."""
+"""Loads our optimizers from state dicts of torch, of ours and of other recipes."""
 
 from __future__ import annotations
 
@@ -11,35 +11,32 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
-from torch_bf16.engine.states import holds_host_memory, set_seen
+from torch_bf16.engine.data_writes import DataWatch
+from torch_bf16.engine.states import set_seen
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors, suffix_errors
-from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
-from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of, unit_of
+from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of
 from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import (
     MASTERS,
     from_view,
-    gatherable,
     is_stand_in,
     planes_of_master,
     to_view,
 )
 
 from . import inherited_masters
-from .overwritten import without_remainders
 from .validation import FULLY_DECOUPLED, resolve_peak_lr
 from .variants import VARIANTS
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check", "check_groups", "load", "save"]
+__all__ = ["check", "check_groups", "load"]
 
 _UNCHANGED = "Nothing was changed"
 
@@ -50,167 +47,100 @@ _DECOUPLED = "decoupled_weight_decay"
 _logger = logging.getLogger("torch_bf16")
 
 
-def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Make a state dict by torch's own method, with a header, and with bits shown as numbers."""
-    was_seen = True
-
-    def before(_: Any) -> None:
-        nonlocal was_seen
-        was_seen = getattr(optimizer.state, "seen", True)
-        inherited_masters.keep(optimizer, parameters_of(optimizer))
-
-    def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        view = _show(optimizer, state_dict)
-        # torch's method has read the states, but only other tensors over the same memory are
-        # handed out. A queue of torch.multiprocessing, or share_memory_(), moves that on CPUs.
-        set_seen(optimizer.state, was_seen or holds_host_memory(view["state"].values()))
-        return view
-
-    # After the user's pre-hooks, and before the user's post-hooks, which see what is saved.
-    hooks = [
-        optimizer.register_state_dict_pre_hook(before),
-        optimizer.register_state_dict_post_hook(show, prepend=True),
-    ]
-    try:
-        complete = state_dict()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    engine = optimizer._engine
-    engine.name_parameters(parameters_of(optimizer))
-    names = engine.names.known(optimizer.param_groups)
-    norm = None if engine.last_norm is None else engine.last_norm.item()
-    watches = [each.data for each in engine.snapshots.values() if each.data is not None]
-    written = any(each.expects_writes for each in watches)
-    complete[schema.HEADER] = schema.header(
-        optimizer.recipe, names, norm, written, optimizer.family
-    )
-    return complete
-
-
-def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    shared, in_units = _shared_states(state_dict), _names_in_units(optimizer)
-    states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
-    for number, saved_group in enumerate(state_dict["param_groups"]):
-        group = optimizer.param_groups[number]
-        for position, key in enumerate(saved_group["params"]):
-            parameter = group["params"][position]
-            if any_flattened([parameter]):
-                if key in states:
-                    state = state_dict["state"][key]
-                    states[key] = gatherable(state, parameter, *in_units[parameter])
-            elif REMAINDERS & states.get(key, {}).keys():
-                state = state_dict["state"][key]
-                states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
-            elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
-                # Before the first step: the bits that the cast took are stored nowhere else.
-                label = functools.partial(optimizer.label, number, position)
-                state = optimizer._complete({}, shard, group, label, Changes())
-                if not parameter.requires_grad:
-                    # A frozen base would pay for moments, also in memory once they are loaded.
-                    state = planes_of_master(state)
-                states[key] = to_view(state)
-    return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
-
-
-def _names_in_units(optimizer: BF16Optimizer) -> dict[Tensor, tuple[set[str], set[str]]]:
-    """For each parameter with a state that FSDP1 has flattened, what its whole unit keeps.
-
-    These are the names of the states of rules, and of the planes beside weights.
-    """
-    groups = {each: group for group in optimizer.param_groups for each in group["params"]}
-    found: dict[Tensor, tuple[set[str], set[str]]] = {}
-    for parameter in dict.keys(optimizer.state):
-        if parameter in found or not any_flattened([parameter]):
-            continue
-        unit = unit_of(parameter)
-        rules = {optimizer.rule_of_parameter(groups[p], p) for p in unit if p in groups}
-        names = {state.name for rule in rules for state in (*rule.states, *rule.stage_states)}
-        formats = {optimizer.recipe.format_of("weights", shape) for shape in unit.values()}
-        planes = {name for each in formats for name in each.plane_names("")[1:]}
-        found.update(dict.fromkeys(unit, (names, planes)))
-    return found
-
-
-def _aliases(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    return {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
-
-
 def load(
     optimizer: BF16Optimizer, state_dict: dict[str, Any], load_state_dict: Callable[[Any], None]
 ) -> None:
     """Load a state dict by torch's own method, but keep it from casting states."""
-    loaded: dict[Tensor, dict[str, Any]] = {}
-    exact: dict[Tensor, dict[str, Any]] = {}
-    changes, recipe, header = Changes(), optimizer.recipe, None
-    was_seen = True
-    hooked = False
-
-    def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        nonlocal recipe, header, was_seen, hooked
-        hooked = True
-        was_seen = getattr(optimizer.state, "seen", True)
-        schema.check_state_dict(state_dict)
-        header = state_dict.get(schema.HEADER)
-        schema.check_header(header)
-        recipe = schema.with_saved_seed(optimizer.recipe, header)
-        loaded.update(_read(optimizer, state_dict, changes))
-        # Without our states, which torch would cast.
-        return {
-            **state_dict,
-            "state": _shared_states(state_dict),
-            "param_groups": _named_groups(optimizer, state_dict),
-        }
-
-    def put(_: Any) -> None:
-        # Errors of the user's hooks, which follow, come too late for it.
-        unchanged.cancel()
-        dict.update(optimizer.state, loaded)
-        exact.update({parameter: dict(state) for parameter, state in loaded.items()})
-        inherited_masters.keep(optimizer, parameters_of(optimizer))
-        set_seen(optimizer.state, was_seen)
-        optimizer._engine.invalidate()
-        optimizer._engine.loaded = {each: shard_of(each).version() for each in loaded}
-        optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
-        if (header or {}).get(schema.WRITTEN):
-            _watch(optimizer, loaded)
-        optimizer.recipe = recipe
-        if changes.counts:
-            _logger.log(
-                logging.WARNING if changes.lost else logging.INFO,
-                "loaded a state dict %s into recipe %r: %s. Keep the file if the rounded numbers "
-                "may be needed exactly",
-                f"of recipe {header['recipe']['name']!r}" if header else "without a recipe",
-                recipe.name,
-                changes,
-            )
-
-    before = optimizer.state, optimizer.param_groups
+    loading = _Loading(optimizer)
     # After the user's pre-hooks and before the user's post-hooks.
     hooks = [
-        optimizer.register_load_state_dict_pre_hook(take),
-        optimizer.register_load_state_dict_post_hook(put, prepend=True),
+        optimizer.register_load_state_dict_pre_hook(loading.take),
+        optimizer.register_load_state_dict_post_hook(loading.put, prepend=True),
     ]
     try:
-        with suffix_errors(_UNCHANGED) as unchanged:
+        with loading.unchanged:
             if not isinstance(state_dict, dict):
-                schema.check_state_dict(state_dict)
+                schema.check_state_dict(state_dict)  # which raises
+            before = optimizer.state, optimizer.param_groups
             load_state_dict(state_dict)
-            if not hooked:
+            if not loading.hooked:
                 try:
-                    read = take(None, _as_placed(optimizer, state_dict))
+                    loading.take_placed(state_dict)
                 except Exception:
                     optimizer.state, optimizer.param_groups = before
                     raise
-                for group, saved in zip(optimizer.param_groups, read["param_groups"], strict=True):
-                    group.update({k: each for k, each in saved.items() if k != "params"})
-                put(None)
-            _put_back(optimizer, exact)
+            _put_back(optimizer, loading.exact)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _Loading:
+    """A state dict that passes through torch's method without its states, which torch would cast.
+
+    Attributes:
+        hooked: whether :meth:`take` was called; some classes load by themselves.
+        exact: the states as they were put into the optimizer.
+        unchanged: ends errors by saying that nothing was changed, for as long as that is true.
+    """
+
+    def __init__(self, optimizer: BF16Optimizer) -> None:
+        self._optimizer, self._recipe = optimizer, optimizer.recipe
+        self._header: dict[str, Any] | None = None
+        self._states: dict[Tensor, dict[str, Any]] = {}
+        self._changes = Changes()
+        self._was_seen = True
+        self.hooked = False
+        self.exact: dict[Tensor, dict[str, Any]] = {}
+        self.unchanged = suffix_errors(_UNCHANGED)
+
+    def take(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Read the states, and return the state dict without them: a hook before torch's method."""
+        optimizer, self.hooked = self._optimizer, True
+        self._was_seen = getattr(optimizer.state, "seen", True)
+        schema.check_state_dict(state_dict)
+        self._header = state_dict.get(schema.HEADER)
+        schema.check_header(self._header)
+        self._recipe = schema.with_saved_seed(optimizer.recipe, self._header)
+        self._states.update(_read(optimizer, state_dict, self._changes))
+        return {
+            **state_dict,
+            "state": schema.unowned_states(state_dict),
+            "param_groups": _named_groups(optimizer, state_dict),
+        }
+
+    def take_placed(self, state_dict: dict[str, Any]) -> None:
+        """Take and put what a class has loaded by itself, without calling torch's hooks."""
+        read = self.take(None, _as_placed(self._optimizer, state_dict))
+        groups = zip(self._optimizer.param_groups, read["param_groups"], strict=True)
+        for group, saved in groups:
+            group.update({k: each for k, each in saved.items() if k != "params"})
+        self.put(None)
+
+    def put(self, _: Any) -> None:
+        """Put the states into the optimizer: a hook after torch's method."""
+        # Errors of the user's hooks, which follow, come too late for it.
+        self.unchanged.cancel()
+        optimizer, states, header = self._optimizer, self._states, self._header or {}
+        dict.update(optimizer.state, states)
+        self.exact = {parameter: dict(state) for parameter, state in states.items()}
+        inherited_masters.keep(optimizer, parameters_of(optimizer))
+        set_seen(optimizer.state, self._was_seen)
+        optimizer._engine.invalidate()
+        optimizer._engine.loaded = {each: shard_of(each).version() for each in states}
+        optimizer._engine.load_norm(header.get("last_norm"), begun=bool(states))
+        if header.get(schema.WRITTEN):
+            _watch(optimizer, states)
+        optimizer.recipe = self._recipe
+        if self._changes.counts:
+            _logger.log(
+                logging.WARNING if self._changes.lost else logging.INFO,
+                "loaded a state dict %s into recipe %r: %s. Keep the file if the rounded numbers "
+                "may be needed exactly",
+                f"of recipe {header['recipe']['name']!r}" if header else "without a recipe",
+                self._recipe.name,
+                self._changes,
+            )
 
 
 def _put_back(optimizer: BF16Optimizer, exact: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -277,12 +207,6 @@ def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             f"the state dict has groups of {theirs} parameters and the optimizer of {ours}; it "
             "was saved from another model"
         )
-
-
-def _shared_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """States under keys that are not parameters; only classes without a fused rule have any."""
-    parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
-    return {key: each for key, each in state_dict["state"].items() if key not in parameters}
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
