@@ -261,13 +261,13 @@ def test_a_snapshot_of_objects_differs_when_one_changes():
     tree = []
     for _ in range(300):
         Branch(tree)
-    before = contents.plain(tree)
+    before = contents.snapshot(tree)
     assert len(before) < 2000
-    assert contents.plain(tree) == before
+    assert contents.snapshot(tree) == before
     tree[7].siblings = tree[:]
-    assert contents.plain(tree) != before
+    assert contents.snapshot(tree) != before
     first, second = [1], [1]
-    assert contents.plain([first, second, first]) != contents.plain([first, second, second])
+    assert contents.snapshot([first, second, first]) != contents.snapshot([first, second, second])
 
 
 @pytest.mark.parametrize("name", REFUSED_AT_STEP)

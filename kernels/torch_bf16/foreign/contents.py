@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["names_any", "objects_in", "plain", "within"]
+__all__ = ["names_any", "objects_in", "snapshot", "within"]
 
 _ATOMS = (NoneType, int, float, complex, str, bytes)
 
@@ -28,59 +28,54 @@ def names_any(value: Any, ids: Collection[int]) -> bool:
     return any(id(each) in ids or (type(each) is int and each in ids) for each in _leaves(value))
 
 
-def plain(value: Any, depth: int = 6) -> list[Any]:
+def snapshot(value: Any, depth: int = 6) -> list[Any]:
     """A snapshot of a value that compares equal as long as nothing in the value changes."""
-    snapshot, level, seen = [], [value], {}
+    found, level, seen = [], [value], {}
     for left in range(depth, -1, -1):
         inner = []
         for each in level:
             kind = type(each)
             if issubclass(kind, _ATOMS):
-                snapshot.append(repr(each))
+                found.append(repr(each))
             elif issubclass(kind, Tensor):
                 number = repr(each.item()) if each.numel() == 1 else tuple(each.shape)
-                snapshot.append((each._version, number))
+                found.append((each._version, number))
             elif id(each) in seen:
-                snapshot.append(seen[id(each)][0])
+                found.append(seen[id(each)][0])
             else:
                 # With the object, so that no other gets its id.
                 seen[id(each)] = len(seen), each
                 contents = _contents(each) if left else None
-                snapshot.append((kind, None if contents is None else len(contents)))
+                found.append((kind, None if contents is None else len(contents)))
                 inner += contents or ()
         level = inner
-    return snapshot
+    return found
 
 
-def objects_in(value: Any, depth: int = 6) -> Iterator[Any]:
+def objects_in(value: Any) -> Iterator[Any]:
     """A value and all objects in it that may change, each once, level by level."""
-    level, seen = [value], {}
-    for left in range(depth, -1, -1):
-        inner = []
-        for each in level:
-            if not issubclass(type(each), _ATOMS) and id(each) not in seen:
-                seen[id(each)] = each
-                yield each
-                if left and not _is_singleton(each):
-                    inner += _contents(each) or ()
-        level = inner
+    return (each for each, _ in _walk(value, depth=6) if not issubclass(type(each), _ATOMS))
 
 
-def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     """What a value holds that holds nothing itself, each object once, level by level."""
+    return (each for each, contents in _walk(value, depth=4) if contents is None)
+
+
+def _walk(value: Any, depth: int) -> Iterator[tuple[Any, Collection[Any] | None]]:
+    """A value and what is in it, level by level, each with its contents; each object once."""
     level, seen = [value], {}
     for left in range(depth, -1, -1):
         inner = []
         for each in level:
             if issubclass(type(each), _ATOMS):
-                yield each
+                yield each, None
             elif id(each) not in seen:
+                # With the object, so that no other gets its id.
                 seen[id(each)] = each
                 contents = _contents(each) if left and not _is_singleton(each) else None
-                if contents is None:
-                    yield each
-                else:
-                    inner += contents
+                yield each, contents
+                inner += contents or ()
         level = inner
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .contents import plain, within
+from .contents import snapshot, within
 
 __all__ = ["Meetings"]
 
@@ -59,14 +59,14 @@ class Meetings(TorchDispatchMode):
             for each in (parameter, parameter.grad, *(alike if parameter.ndim else ())):
                 if isinstance(each, Tensor):
                     self._mark(each, {number})
-        self._left = {key: (each, plain(each)) for key, each in self._entries()}
+        self._left = {key: (each, snapshot(each)) for key, each in self._entries()}
 
     def finish(self, shared: Mapping[Any, Any]) -> None:
         """Check what the call has left; ``shared`` are its states under keys of no parameter."""
         couples = False
         for key, each in self._entries():
             before, numbers = self._left.get(key, (None, None))
-            differs = numbers != plain(each)
+            differs = numbers != snapshot(each)
             # An object that was written in place is there for the next call, too.
             couples |= differs and (each is before or self._depends(each))
         couples |= any(map(self._depends, shared.values()))
@@ -124,7 +124,9 @@ class Meetings(TorchDispatchMode):
         """Compare the options and attributes that each parameter of a group meets at its turn."""
         if number not in self._met:
             group = self._groups[number]
-            now = [(key, plain(each)) for key, each in self._entries() if key[0] in (group, None)]
+            now = [
+                (key, snapshot(each)) for key, each in self._entries() if key[0] in (group, None)
+            ]
             others = [entries for owner, entries in self._met.values() if owner == group]
             self.couples |= any(now != entries for entries in others)
             self._met[number] = group, now
