@@ -111,6 +111,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("complex", "parameter 'wave' is complex, and DeepSpeed"),
         ("accumulate", "accumulate='bf16_stochastic'"),
         ("Adafactor", "Adafactor cannot step under DeepSpeed"),
+        ("own step", "Adadelta cannot step under DeepSpeed: it looks at whole matrices, or has a"),
         ("Muon", "Muon cannot step under DeepSpeed: it looks at whole matrices"),
         ("cautious", "cautious and update_clipping are not possible under DeepSpeed"),
         ("schedule-free", "AdamWScheduleFree cannot be evaluated under DeepSpeed"),

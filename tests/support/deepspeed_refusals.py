@@ -73,6 +73,9 @@ def refusals() -> dict[str, str]:
         "complex": refused(right, _with(), complex_model()),
         "accumulate": refused(right, _with(accumulate="bf16_stochastic")),
         "Adafactor": refused(right, lambda module: torch_bf16.Adafactor(module.parameters())),
+        "own step": refused(
+            right, lambda module: torch_bf16.convert(torch.optim.Adadelta(module.parameters()))
+        ),
         "Muon": refused(
             right, lambda module: torch_bf16.Muon(torch_bf16.param_groups(module, muon=True))
         ),

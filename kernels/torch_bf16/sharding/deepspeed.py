@@ -60,8 +60,15 @@ class _Layout:
     spans: tuple[Span, ...]
     group: Any
 
+    @classmethod
+    def of(cls, spans: Sequence[Span], group: Any) -> _Layout:
+        """The layout of one span for each parameter, some of them empty."""
+        held = tuple(each for each in spans if each.numel)
+        names, shapes = tuple(each.name for each in spans), tuple(each.shape for each in spans)
+        return cls(names, shapes, held, group)
 
-_layouts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+_layout_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The layout of each flat tensor of attached engines."""
 
 
@@ -75,11 +82,11 @@ class FlatShard(Shard):
 
     @cached_property
     def _layout(self) -> _Layout:
-        return _layouts[self.parameter]
+        return _layout_of[self.parameter]
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        return self.shapes[0] if self.parameter in _layouts else tuple(self.parameter.shape)
+        return self.shapes[0] if self.parameter in _layout_of else tuple(self.parameter.shape)
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
@@ -104,7 +111,7 @@ class FlatShard(Shard):
         )
 
     def obstacle(self) -> str | None:
-        return None if self.parameter in _layouts else _ATTACH
+        return None if self.parameter in _layout_of else _ATTACH
 
     def check_blocks(self, block: int) -> None:
         if block > 1:
@@ -154,7 +161,7 @@ def is_flat(parameter: Tensor) -> bool:
     """Whether a parameter is a flat tensor of DeepSpeed, attached or not."""
     if type(parameter) is not Tensor or parameter.ndim != 1:
         return False
-    if parameter in _layouts:
+    if parameter in _layout_of:
         return True
     base: Any = sys.modules.get("deepspeed.runtime.base_optimizer")
     # The tensor does not know its optimizer. This slow search is rarely needed but for an error.
@@ -172,7 +179,7 @@ def register_flats(zero: Any) -> list[Tensor]:
         zero: DeepSpeed's ``DeepSpeedZeroOptimizer`` or ``DeepSpeedZeroOptimizer_Stage3``.
     """
     layouts = {flat: layout for flat, _, layout in _flats(zero)}
-    _layouts.update(layouts)
+    _layout_of.update(layouts)
     return [*layouts]
 
 
@@ -209,7 +216,7 @@ def _stage12(zero: Any) -> Iterator[tuple[Tensor, Tensor, _Layout]]:
             name, shape = bare_name(zero.param_names[parameter]), tuple(parameter.shape)
             spans.append(_span(name, shape, begin - first, end - begin, begin - start))
         weights = zero.parallel_partitioned_bit16_groups[number][rank]
-        yield flat, weights, _layout(spans, group)
+        yield flat, weights, _Layout.of(spans, group)
 
 
 def _stage3(zero: Any) -> Iterator[tuple[Tensor, Tensor, _Layout]]:
@@ -224,17 +231,9 @@ def _stage3(zero: Any) -> Iterator[tuple[Tensor, Tensor, _Layout]]:
             name, shape = bare_name(zero.param_names[parameter]), tuple(parameter.ds_shape)
             spans.append(_span(name, shape, start, numel, rank * size))
             start += size
-        yield flat, zero.fp16_partitioned_groups_flat[number], _layout(spans, group)
+        yield flat, zero.fp16_partitioned_groups_flat[number], _Layout.of(spans, group)
 
 
 def _span(name: str, shape: tuple[int, ...], start: int, numel: int, offset: int) -> Span:
     run = max(numel, 1)
     return Span(name, shape, start, max(numel, 0), offset, run, run)
-
-
-def _layout(spans: Sequence[Span], group: Any) -> _Layout:
-    """The layout of one span for each parameter, some of them empty."""
-    held = tuple(each for each in spans if each.numel)
-    return _Layout(
-        tuple(each.name for each in spans), tuple(each.shape for each in spans), held, group
-    )
