@@ -43,7 +43,10 @@ _USERS = (ValueError, NotImplementedError)
 
 # Frames of these packages are not what a warning is about.
 _NOT_PROGRAMS = frozenset(
-    {"torch", "torch_bf16", "lightning_bf16", "accelerate_bf16", "contextlib", "functools"}
+    (
+        *("torch", "torch_bf16", "lightning_bf16", "accelerate_bf16", "contextlib", "functools"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers"),
+    )
 )
 
 Label = Callable[[], str]
@@ -214,13 +217,14 @@ def warn(message: str) -> None:
     """Warn a user, and name the line of the program that led here.
 
     Python's filters go by that line: those for ``torch_bf16`` would silence all that it has to say,
-    and a second program line would not be told of at all. A scheduler wraps ``step()`` in its
-    module, whose warnings Accelerate silences.
+    and Python would show nothing for a second line. A scheduler wraps ``step()`` in its module,
+    whose warnings Accelerate silences.
 
     Args:
         message: what the program does, what that costs, and what works instead.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_PROGRAMS:
+    # A program that is run by exec() may have no name.
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_PROGRAMS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

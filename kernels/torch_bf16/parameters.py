@@ -1,12 +1,12 @@
-"""The parameters of an optimizer."""
+"""The parameters of an optimizer, and one of a module."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["parameters_of"]
+__all__ = ["own_parameter", "parameters_of"]
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -20,3 +20,11 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
         2
     """
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def own_parameter(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter of a module itself, by its name there; None if there is none.
+
+    No property is run, as parametrizations are. The dictionary of a scripted module has no ``get``.
+    """
+    return dict(module._parameters.items()).get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = ["REPLACED", "on_import", "patches"]
 
 patches = Patches()
 """Everything that is currently replaced."""
+
+_OLDEST = (2, 5)
 
 # The attributes in which each connector keeps the requested name and plugin.
 _trainer = functools.partial(connectors.choose, "_precision_flag", "_precision_plugin_flag")
@@ -54,16 +57,16 @@ def on_import(module: ModuleType) -> None:
     """
     try:
         _patch(module)
-    except AttributeError as error:
+    except (AttributeError, KeyError) as error:
         host = module.__name__.partition(".")[0]
-        version = getattr(sys.modules.get(host), "__version__", "older")
-        why = f"the modes need {host} 2.5 or newer, and this is {version}"
-        if hasattr(module, "AcceleratorConnector"):
-            patches.replace(
-                module,
-                "AcceleratorConnector._check_and_init_precision",
-                functools.partial(_refusing, why),
-            )
+        version = getattr(sys.modules.get(host), "__version__", "")
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _OLDEST:
+            raise
+        why = f"the modes need {host} 2.5 or newer, and this is {version or 'older'}"
+        for name in ("AcceleratorConnector", "_AcceleratorConnector", "_Connector"):
+            if hasattr(vars(module).get(name), "_check_and_init_precision"):
+                path = f"{name}._check_and_init_precision"
+                patches.replace(module, path, functools.partial(_refusing, why))
         raise ImportError(why) from error
 
 

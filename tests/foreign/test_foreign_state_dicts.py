@@ -294,4 +294,4 @@ def test_a_step_from_the_state_of_another_class_asks_for_its_own(kind):
     with pytest.raises(KeyError) as raised:
         optimizer.step()
     (note,) = [each for each in raised.value.__notes__ if "float32 copies" in each]
-    assert f"state dict of another class loaded? Load one of {kind.__name__}" in note
+    assert f"another class may have been loaded: load one of {kind.__name__}, or start" in note

@@ -338,10 +338,11 @@ def test_a_cuda_graph_cannot_record_a_sum_that_counts_on_the_host(monkeypatch):
 def test_sums_with_a_graph_have_the_bits_of_those_without(shape):
     sums = []
     for create_graph in (False, True):
-        model, _ = model_and_optimizer("bf16_stochastic", shape)
+        model, optimizer = model_and_optimizer("bf16_stochastic", shape)
         for _ in range(20):
             (model.w.square() * TINY).sum().backward(create_graph=create_graph)
         sums.append(model.w.grad)
+        assert optimizer.recipe.accumulate == "bf16_stochastic"  # it lives
     assert torch.equal(*sums)
     assert sums[0].grad_fn is None
     (second,) = torch.autograd.grad(sums[1].sum(), model.w)

@@ -240,6 +240,9 @@ def test_a_host_that_is_too_old_trains_in_no_other_precision_than_bf16_mode(monk
     monkeypatch.setenv("BF16_MODE", "bf16-stochastic")
     with pytest.raises(RuntimeError, match=f"BF16_MODE=bf16-stochastic was asked for, and {why}"):
         connector._check_and_init_precision()
+    sys.modules["old_host"].__version__ = "2.9.0"
+    with pytest.raises(AttributeError):  # what it lacks is another matter
+        _patches.on_import(old)
 
 
 def test_complex_parameters_of_another_dtype_train_by_the_advice_of_the_refusal(pl, mode):

@@ -96,7 +96,21 @@ def test_a_layer_that_is_added_in_fp32_is_named_and_the_remedy_works(said, cast,
         assert said() == []
     else:
         (line,) = said()
-        assert "1 float32 matrices, the first '#2', take their first step beside bfloat16" in line
+        assert "1 float32 matrices, the first of shape (4, 4), joins bfloat16 weights" in line
+
+
+def test_nothing_is_said_of_fp32_layers_that_were_kept_or_joined_from_the_start(said):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    recipe = torch_bf16.get_recipe("bf16-stochastic", keep_fp32=("1",))
+    torch_bf16.cast_model(model, recipe)
+    optimizer = torch_bf16.AdamW(model[0].parameters(), recipe=recipe)
+    optimizer.add_param_group({"params": torch.nn.Linear(4, 4).parameters()})
+    for p in model[0].parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for each in model[1:]:
+        optimizer.add_param_group({"params": each.parameters()})
+    assert said() == []
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])

@@ -44,6 +44,15 @@ def test_weights_whose_masters_are_elsewhere_are_named(gan, read):
     assert torch.equal(part["d.weight"], model["d"].weight.float())
 
 
+def test_they_are_named_as_soon_as_their_states_are_loaded(gan):
+    model, (of_g, of_d) = gan
+    for each in (of_g, of_d):
+        each.load_state_dict(each.state_dict())
+    torch_bf16.fp32_state_dict(model, of_g, of_d)
+    with pytest.warns(UserWarning, match="the first 'd.weight'"):
+        torch_bf16.fp32_state_dict(model, of_g)
+
+
 @pytest.mark.parametrize("read", [exact_weights, torch_bf16.fp32_state_dict])
 def test_what_needs_no_other_optimizer_is_not_named(gan, read):
     model, (of_g, of_d) = gan

@@ -54,6 +54,26 @@ def test_a_model_s_own_train_is_still_called():
     assert called == [False, True]
 
 
+class Frozen(nn.Sequential):
+    def stay(self, mode=True):
+        self.asked = mode
+        return self
+
+
+def test_an_own_train_that_leaves_the_model_as_it_was_leaves_the_weights_too():
+    model = torch_bf16.cast_model(Frozen(nn.Linear(4, 4)))
+    optimizer = torch_bf16.AdamWScheduleFree(model.named_parameters(), lr=0.1)
+    model.eval()
+    model.train = model.stay
+    torch_bf16.follow(model, optimizer)
+    model.train()
+    assert model.asked is True
+    assert not optimizer.param_groups[0]["train_mode"]
+    twin = copy.deepcopy(model)
+    twin.train(False)
+    assert (twin.asked, model.asked) == (False, True)
+
+
 def test_within_averaged_weights_are_the_average_and_after_it_what_they_were():
     model, optimizer = modelled()
     trained = [p.detach().clone() for p in model.parameters()]

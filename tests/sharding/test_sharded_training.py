@@ -28,11 +28,13 @@ from sharded_training import (
     recipe_of,
     reference,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import torch_bf16
+from torch_bf16.sharding import shard_of
 
 CASES = [
     *(Case("ddp", (n,)) for n in (1, 2, 3, 4)),
@@ -226,3 +228,15 @@ def split_blocks(case, backend):
 @pytest.mark.parametrize("case", SPLIT, ids=Case.id)
 def test_a_cut_through_blocks_is_refused_on_every_rank(ranks, case, backend):
     ranks(case.world, split_blocks, case, backend)
+
+
+def planes_cut_otherwise():
+    """Whole blocks in each piece: 8 and 4 of a row, but torch cuts 12 columns of scales into 6."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.zeros(2, 3, 256), mesh, [Shard(1)])
+    with pytest.raises(NotImplementedError, match="blocks of 64 of a row, and a rank would"):
+        shard_of(nn.Parameter(weight)).check_blocks(64)
+
+
+def test_a_cut_that_scales_do_not_follow_is_refused_on_every_rank(ranks):
+    ranks(2, planes_cut_otherwise)

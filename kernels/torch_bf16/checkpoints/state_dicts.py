@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.wrappers import optimizer_for, optimizers_for, owners
+from torch_bf16.engine.wrappers import optimizer_for, optimizers_for, owners, warn_of_left_out
 from torch_bf16.sharding import any_flattened, local, reshard, units
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import fp32_numbers, from_view
@@ -43,7 +43,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         <All keys matched successfully>
     """
     check_module("fp32_state_dict", model)
-    ours = optimizers_for("fp32_state_dict", model, optimizers)
+    ours = optimizers_for("fp32_state_dict", optimizers)
     if any_flattened(model.parameters()):
         raise NotImplementedError(
             "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
@@ -54,6 +54,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         )
     # FSDP2 puts other parameters in the place of those that it has gathered.
     reshard(parameter for unit in units(model) for parameter in unit.parameters)
+    warn_of_left_out("fp32_state_dict", model, ours)
     of_parameters = owners(ours)
 
     def exact(parameter: Tensor) -> Tensor:

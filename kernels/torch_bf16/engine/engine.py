@@ -20,7 +20,7 @@ from .plan import Plan
 from .setting import Setting
 from .versions import Snapshot
 
-__all__ = ["Engine", "Observer", "engine_of"]
+__all__ = ["Engine", "Observer", "engine_of", "has_living_master"]
 
 
 class Observer(Protocol):
@@ -98,6 +98,7 @@ class Engine:
         snapshots: versions, dtypes and shapes of parameters after the last step.
         loaded: versions of parameters when their states were loaded. No snapshots: weights that are
             loaded after them are those that the states were saved with.
+        loaded_masters: those of them whose states have an exact master.
         captured: plans that CUDA graphs refer to; kept alive for them.
         accumulation: how gradients are summed, if not by torch.
         release: release of gradients inside the backward pass.
@@ -210,6 +211,7 @@ class Engine:
         self.overview: Any = None
         self.snapshots: dict[Tensor, Snapshot] = {}
         self.loaded: dict[Tensor, int] = {}
+        self.loaded_masters: set[Tensor] = set()
         self._shown: tuple[int, ...] = ()
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 
@@ -257,6 +259,13 @@ class Engine:
         version = shard.version()
         return any(each is not None and each.version == version for each in others)
 
+    def version_beside_master(self, parameter: Tensor) -> int | None:
+        """The version that a step or a load left of a weight with an exact master; else None."""
+        snapshot = self.snapshots.get(parameter)
+        if snapshot is None:
+            return self.loaded[parameter] if parameter in self.loaded_masters else None
+        return snapshot.version if snapshot.masters else None
+
     def watches(self, parameters: Iterable[Tensor]) -> Iterator[DataWatch | None]:
         """The watches over writes to these parameters, lazily, for those that have a snapshot."""
         snapshots = map(self.snapshots.get, parameters)
@@ -272,12 +281,11 @@ class Engine:
 
 
 def has_living_master(parameter: Tensor) -> bool:
-    """Whether an optimizer has left an exact master beside a parameter that is as it left it."""
+    """Whether an optimizer has an exact master of a weight that is as this optimizer left it."""
     if parameter.dtype != torch.bfloat16:
         return False
-    found = (each.snapshots.get(parameter) for each in _engines)
-    kept = [each for each in found if each is not None and each.masters]
-    return bool(kept) and any(each.version == shard_of(parameter).version() for each in kept)
+    versions = {each.version_beside_master(parameter) for each in _engines} - {None}
+    return bool(versions) and shard_of(parameter).version() in versions
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:

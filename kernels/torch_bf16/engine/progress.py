@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch_bf16.errors import UNTOUCHED, add_note, is_partial
 from .launches import Launch
 
 __all__ = ["Progress"]
+
+_logger = logging.getLogger("torch_bf16")
 
 
 class Progress:
@@ -46,11 +49,13 @@ class Progress:
         """Add to an error what was updated before it.
 
         Args:
-            error: what ended the step; an interrupt is left as it is, unless a launch was not.
+            error: what ended the step. An interrupt is left as it is, as programs read what is in
+                some; a line is logged if it came halfway through a launch.
             prepared: by the number of a parameter, which of its states already holds the gradients
                 of this step, although its weight is not updated.
         """
-        if not isinstance(error, Exception) and not self.partial:
+        interrupted = not isinstance(error, Exception)
+        if interrupted and not self.partial:
             return
         updated, partial = _members_of(self.done), _members_of(self.partial)
         what = f"{updated} parameters were updated and their steps counted, the others not"
@@ -66,6 +71,9 @@ class Progress:
                 f", but {state} of {len(prepared)} parameters may hold this step's gradients "
                 "already: go on with the next ones, or load a state dict to repeat the step"
             )
+        if interrupted:
+            _logger.warning("%s ended a step: %s", type(error).__name__, what)
+            return
         said = f"{error}".rstrip(".") or type(error).__name__
         error.args = (f"{said}. {what}",)
         # Some classes, such as OSError, make their message of something else.

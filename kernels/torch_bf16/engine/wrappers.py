@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "optimizers_in",
     "owners",
     "unwrap",
+    "warn_of_left_out",
 ]
 
 
@@ -107,11 +108,6 @@ def optimizer_for(function: str, optimizer: Any) -> Any:
     Raises:
         ValueError: there is none, or more than one, or it lacks parameters of its wrapper.
     """
-    if isinstance(optimizer, (list, tuple)):
-        raise ValueError(
-            f"{function} was given a {type(optimizer).__name__} of {len(optimizer)}; pass each "
-            "optimizer as an argument of its own, such as *optimizers"
-        )
     ours = unwrap(optimizer)
     if ours is None:
         raise ValueError(
@@ -122,27 +118,40 @@ def optimizer_for(function: str, optimizer: Any) -> Any:
     return ours
 
 
-def optimizers_for(
-    function: str, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
-) -> list[Any]:
-    """Our optimizers that were passed to a function to read the exact weights of a module.
-
-    A warning names weights whose masters are in an optimizer that was not passed: what is read of
-    them is bf16. If none was passed, that was asked for.
+def optimizers_for(function: str, optimizers: Iterable[Any]) -> list[Any]:
+    """Our optimizers that were passed to a function, each as an argument of its own.
 
     Raises:
-        ValueError: as for :func:`optimizer_for`.
+        ValueError: one is a list, or as for :func:`optimizer_for`.
     """
-    ours = [optimizer_for(function, each) for each in optimizers]
-    passed = owners(ours)
-    left = {n: p for n, p in model.named_parameters() if ours and p not in passed}
-    names = [name for name, each in left.items() if has_living_master(each)]
-    if names:
+    optimizers = [*optimizers]
+    for each in optimizers:
+        if isinstance(each, (list, tuple)):
+            raise ValueError(
+                f"{function} was given a {type(each).__name__} of {len(each)}; pass each optimizer "
+                "as an argument of its own, such as *optimizers"
+            )
+    return [optimizer_for(function, each) for each in optimizers]
+
+
+def warn_of_left_out(function: str, model: nn.Module, passed: Sequence[Any]) -> None:
+    """Warn of weights whose exact masters are in an optimizer that was not passed to a function.
+
+    If none was passed, bf16 numbers were asked for.
+
+    Args:
+        function: its name.
+        model: the module whose exact weights it reads; not gathered by FSDP2 now.
+        passed: the result of :func:`optimizers_for`.
+    """
+    if not passed:
+        return
+    known = owners(passed)
+    left = {name: p for name, p in model.named_parameters() if p not in known}
+    if names := [name for name, each in left.items() if has_living_master(each)]:
         warn(
-            f"{function} was given {', '.join(type(each).__name__ for each in ours)}, and "
+            f"{function} was given {', '.join(type(each).__name__ for each in passed)}, and "
             f"{len(names)} weights of the {type(model).__name__}, the first {names[0]!r}, have "
-            "exact masters in an optimizer that was not passed: what is read of them is bf16, and "
-            "what is written of them drops those masters. Pass every optimizer that trains the "
-            f"{type(model).__name__}"
+            "exact masters in an optimizer that was not passed: what is read of them is bf16. Pass "
+            f"every optimizer that trains the {type(model).__name__}"
         )
-    return ours

@@ -200,14 +200,13 @@ class Runner:
             f"torch_bf16 runs the step of {self._kind.__name__} on float32 copies of its "
             f"parameters{compiled}."
         )
-        if isinstance(error, KeyError):
-            return (
-                f"{copies} Here an option or a state has no {error}: was a state dict of another "
-                f"class loaded? Load one of {self._kind.__name__}, or start without its state"
-            )
+        loaded = (
+            f" If {error} is an option or a state, a state dict of another class may have been "
+            f"loaded: load one of {self._kind.__name__}, or start without it."
+        ) * isinstance(error, KeyError)
         return (
-            f"{copies} A class that needs bfloat16 ones, or reads their bits, cannot be converted: "
-            "train in float32, or use another optimizer"
+            f"{copies}{loaded} A class that needs bfloat16 ones, or reads their bits, cannot be "
+            "converted: train in float32, or use another optimizer"
         )
 
     def _closure_of(self, function: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:

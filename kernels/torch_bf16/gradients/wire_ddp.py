@@ -188,6 +188,7 @@ class BucketReduction(Reducer):
         return rounded
 
     def _share(self, setting: tuple[Any, ...], parameters: list[Tensor], rounded: Tensor) -> _Share:
+        # Of several the last counts, as where exact weights are read.
         owner_of = {p: each for each in self._owners for p in each.parameters()}
         owners = [owner_of.get(p, self._owners[0]) for p in parameters]
         first = rounded.numel() * dist.get_rank(self._group)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.wrappers import optimizers_for, owners
+from torch_bf16.engine.wrappers import optimizers_for, owners, warn_of_left_out
 from torch_bf16.errors import with_article
 from torch_bf16.sharding import any_flattened, is_dtensor, local, reshard, units
 
@@ -195,9 +195,10 @@ class EMA(AveragedModel):
             NotImplementedError: as for the constructor.
         """
         check_module("update_parameters", model)
-        holders = optimizers_for("update_parameters", model, optimizers)
+        holders = optimizers_for("update_parameters", optimizers)
         exempt(self.module)
         ours, theirs = self._pairs("update_parameters", model)
+        warn_of_left_out("update_parameters", model, holders)
         theirs |= _exact(model, holders)
         buffers, others = by_name(self.module.named_buffers()), by_name(model.named_buffers())
         if self.n_averaged == 0:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.living import LivingSet
+from torch_bf16.parameters import own_parameter
 from torch_bf16.torch_patches import Replacement, at_restore
 
 from .cast_modules import bf16_weights, cast_models
@@ -223,5 +224,5 @@ def _parameter_of(
     owner_of: Callable[[], nn.Module | None], name: str, number: int
 ) -> Tensor | None:
     owner = owner_of()
-    weight = None if owner is None else getattr(owner, name, None)
+    weight = None if owner is None else own_parameter(owner, name)
     return weight if id(weight) == number else None

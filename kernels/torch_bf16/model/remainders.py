@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
+from torch_bf16.parameters import own_parameter
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, shown_like
 
@@ -189,7 +190,7 @@ def _place_of(shard: Shard, fresh: bool) -> tuple[nn.Module, str] | None:
     reference, name = _places.get(id(shard.parameter), (None, ""))
     owner = None if reference is None else reference()
     # Another parameter may have taken the place, or the id, since.
-    if owner is None or not (fresh or getattr(owner, name, None) is shard.parameter):
+    if owner is None or not (fresh or own_parameter(owner, name) is shard.parameter):
         return None
     return owner, name
 
@@ -198,7 +199,7 @@ def _index() -> None:
     _places.clear()
     for owner, each in _by_owner.items():
         for name in each:
-            _places[id(getattr(owner, name, None))] = ref(owner), name
+            _places[id(own_parameter(owner, name))] = ref(owner), name
     # Whose modules show what FSDP2 has gathered from a forward pass until a backward pass. Also
     # those without a remainder, or each would be searched for anew.
     _places.update((id(parameter), (ref(owner), name)) for parameter, owner, name in places())

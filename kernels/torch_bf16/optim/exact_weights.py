@@ -17,10 +17,10 @@ from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.states import note_replaced
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.engine.wrappers import optimizers_for
+from torch_bf16.engine.wrappers import optimizers_for, warn_of_left_out
 from torch_bf16.errors import with_article
 from torch_bf16.model import remainders
-from torch_bf16.sharding import Shard, local, reshard, shard_of
+from torch_bf16.sharding import Shard, local, reshard, shard_of, units
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
@@ -186,10 +186,12 @@ def exact_weights(
         ...         weights[name] = (weight + others[name]) / 2
     """
     check_module("exact_weights", model)
-    ours = optimizers_for("exact_weights", model, optimizers)
+    ours = optimizers_for("exact_weights", optimizers)
     owners = {p: (each, place) for each in ours for place, p in _placed(each)}
     # Parameters that FSDP2 has gathered for an evaluation are not those of the optimizer.
     reshard(owners)
+    reshard(each for unit in units(model) for each in unit.parameters)
+    warn_of_left_out("exact_weights", model, ours)
     named = dict(model.named_parameters())
     with torch.no_grad(), _given_once(model, named):
         weights = {

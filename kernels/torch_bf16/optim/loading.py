@@ -128,6 +128,9 @@ class _Loading:
         set_seen(optimizer.state, self._was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.loaded = {each: shard_of(each).version() for each in states}
+        optimizer._engine.loaded_masters = {
+            parameter for parameter, state in states.items() if not MASTERS.isdisjoint(state)
+        }
         optimizer._engine.load_norm(header.get("last_norm"), begun=bool(states))
         if header.get(schema.WRITTEN):
             _watch(optimizer, states)

@@ -31,7 +31,7 @@ from torch_bf16.states.recoding import Changes
 from . import exact_weights, inherited_masters, loading, saving, shared_states
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, look_for_writes, states_without_remainders
-from .planning import check_recipe, make_plan, with_gradients
+from .planning import check_recipe, make_plan, name_late_fp32, with_gradients
 from .replaced import check_in_model
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
@@ -310,6 +310,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         if (engine := engine_of(self)) is not None:
             engine.hook_parameters()
             engine.setting = None
+            name_late_fp32(self)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.

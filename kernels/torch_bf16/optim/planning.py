@@ -43,6 +43,7 @@ __all__ = [
     "collect",
     "keep_states",
     "make_plan",
+    "name_late_fp32",
     "with_gradients",
 ]
 
@@ -104,7 +105,6 @@ def make_plan(
     ]
     if engine.release is None:
         remainders.forget(*_check_cast(optimizer, members))
-        _name_late_fp32(optimizer, members)
     if last is None:
         shared_noise.warn_if_shared(optimizer, members)
     if kept:
@@ -307,24 +307,20 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
     return recast
 
 
-def _name_late_fp32(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
-    """Say that layers were added in fp32 to a training whose other weights are bf16."""
-    late = [
-        each.shard
-        for each in members
-        if each.parameter.dtype == torch.float32
-        and len(each.shard.shape) > 1
-        and not dict.get(optimizer.state, each.parameter)
-    ]
-    trained = (p for p in dict.keys(optimizer.state) if isinstance(p, Tensor))
-    if not late or not any(p.dtype == torch.bfloat16 for p in trained):
-        return
+def name_late_fp32(optimizer: BF16Optimizer) -> None:
+    """Say that the last group brings fp32 matrices into a training whose other weights are bf16."""
     known = {*map(id, cast_modules.kept_weights()), *map(id, cast_modules.recast_weights())}
-    late = [each for each in late if id(each.parameter) not in known]
-    if late:
+    late = [
+        each
+        for each in optimizer.param_groups[-1]["params"]
+        if each.dtype == torch.float32 and each.ndim > 1 and id(each) not in known
+    ]
+    trained = (each for each in dict.keys(optimizer.state) if isinstance(each, Tensor))
+    if late and any(each.dtype == torch.bfloat16 for each in trained):
         _logger.warning(
-            "%d float32 matrices, the first %r, take their first step beside bfloat16 weights that "
-            "have taken some: they stay float32, as do their states. To store a later layer as "
-            "recipe %r does, call torch_bf16.cast_model(layer, recipe) before add_param_group",
-            *(len(late), late[0].name, optimizer.recipe.name),
+            "a parameter group with %d float32 matrices, the first of shape %s, joins bfloat16 "
+            "weights that are trained by recipe %r: it stays float32, as do its states. To store "
+            "it by the recipe, too, call torch_bf16.cast_model(layer, recipe) before "
+            "add_param_group",
+            *(len(late), tuple(late[0].shape), optimizer.recipe.name),
         )

@@ -64,10 +64,11 @@ def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
 
 
 def _warn(kind: str, count: int, which: str, seed: int) -> None:
+    of_one_model = "" if which else " if they are of one model"
     warn(
-        f"at least {count} optimizers with one parameter each{which} "
-        f"have no names for them and draw the same noise (seed {seed}), so that the roundings of "
-        "different weights do not average out. Give each its name, "
-        f"{kind}([(name, parameter)]) for name, parameter in model.named_parameters(), or use one "
+        f"at least {count} optimizers with one parameter each{which} have no names for them and "
+        f"draw the same noise (seed {seed}), so that the roundings of different weights do not "
+        f"average out{of_one_model}. Give each its name, {kind}([(name, parameter)]) for name, "
+        "parameter in model.named_parameters(), or each recipe a seed of its own, or use one "
         "optimizer and torch_bf16.release_gradients(model, optimizer)",
     )

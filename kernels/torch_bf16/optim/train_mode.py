@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.living import LivingSet
 
 __all__ = ["averaged", "follow"]
 
@@ -71,7 +72,8 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
     if switchable and not isinstance(train, _Train):
         train = model.__dict__["train"] = _Train(model, train)
     if isinstance(train, _Train):
-        train.optimizers.update(switchable)
+        for each in switchable:
+            train.optimizers.add(each)
         train.switch(model.training)
 
 
@@ -80,7 +82,7 @@ class _Train:
 
     def __init__(self, model: nn.Module, own: Any) -> None:
         self._model, self._own = weakref.ref(model), own
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.optimizers: LivingSet[Any] = LivingSet()
 
     def __call__(self, mode: bool = True) -> nn.Module:
         model: Any = self._model()
@@ -88,7 +90,8 @@ class _Train:
             type(model).train(model, mode)
         else:
             self._own(mode)
-        self.switch(mode)
+        # Its own method may have left it as it was.
+        self.switch(model.training)
         return model
 
     def switch(self, mode: bool) -> None:

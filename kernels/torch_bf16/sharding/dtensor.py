@@ -100,12 +100,17 @@ class DTensorShard(Shard):
         inner = [dim for dim, each in enumerate(placements) if getattr(each, "dim", 0) > 0]
         if block == 1 or not inner:
             return
-        beyond = any(placements[dim].dim > 1 for dim in inner)
+        of_blocks = (shape[0], prod(shape[1:]) // block)
         for coordinate in product(*(range(n if d in inner else 1) for d, n in enumerate(mesh))):
             box = box_at(shape, mesh, coordinate, placements)
-            # If all pieces are whole blocks, they begin where blocks do, and a plane of scales is
-            # cut alike.
-            if beyond or prod(each.stop - each.start for each in box[1:]) % block:
+            if any(each.stop == each.start for each in box):
+                continue
+            offset, width, _ = runs_of(shape[1:], box[1:])
+            count = prod(each.stop - each.start for each in box[1:])
+            beyond = any(placements[dim].dim > 1 for dim in inner)
+            expected = slice(offset // block, (offset + count) // block)
+            split = beyond or width < count or offset % block or count % block
+            if split or box_at(of_blocks, mesh, coordinate, placements)[1] != expected:
                 raise NotImplementedError(
                     f"int8 moments of a parameter of shape {shape} placed as {tuple(placements)} "
                     f"on a mesh of {tuple(mesh)} cannot be kept: they are encoded in blocks of "
