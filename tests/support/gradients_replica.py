@@ -40,6 +40,12 @@ def micro_batch(model, rank, step, number):
     return {name: gradient_of(rank, step, number, name, s) for name, s in shapes.items()}
 
 
+def assert_same_everywhere(tensor, ranks):
+    everywhere = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(everywhere, tensor)
+    assert all(torch.equal(tensor, each) for each in everywhere)
+
+
 def run_ddp(rank, ranks, format, static, sync_always):
     bare = Model()
     recipe = Recipe("mine", accumulate=format)
@@ -58,18 +64,14 @@ def run_ddp(rank, ranks, format, static, sync_always):
                     expected[name] += gradient_of(each, step, number, name, shape).double() / ranks
         for name, p in bare.named_parameters():
             assert p.grad.dtype == (torch.float32 if format == "fp32" else torch.bfloat16)
-            everywhere = [torch.empty_like(p.grad) for _ in range(ranks)]
-            dist.all_gather(everywhere, p.grad)
-            assert all(torch.equal(p.grad, each) for each in everywhere)
+            assert_same_everywhere(p.grad, ranks)
             # fp32: some roundings to 2^-24 of numbers below 8. bf16: as many to 2^-8.
             unit = 2**-24 if format == "fp32" else 2**-8
             assert (p.grad.double() - expected[name]).abs().max() <= 8 * 10 * unit
         optimizer.step()
         optimizer.zero_grad()
     for p in bare.parameters():
-        everywhere = [torch.empty_like(p.data) for _ in range(ranks)]
-        dist.all_gather(everywhere, p.data)
-        assert all(torch.equal(p.data, each) for each in everywhere)
+        assert_same_everywhere(p.data, ranks)
 
 
 def run_no_sync_loses_nothing(rank, ranks, format):
@@ -103,9 +105,7 @@ def run_forward_before_no_sync(rank, ranks):
     with model.no_sync():
         (first + model(micro_batch(bare, rank, 0, 2))).backward()
     for name, p in bare.named_parameters():
-        everywhere = [torch.empty_like(p.grad) for _ in range(ranks)]
-        dist.all_gather(everywhere, p.grad)
-        assert all(torch.equal(p.grad, each) for each in everywhere)
+        assert_same_everywhere(p.grad, ranks)
         batches = [micro_batch(bare, r, 0, n)[name] for r in range(ranks) for n in range(3)]
         expected = sum(each.double() for each in batches) / ranks
         assert (p.grad.double() - expected).abs().max() <= 8 * 10 * 2**-8

@@ -262,9 +262,13 @@ class Engine:
     def version_beside_master(self, parameter: Tensor) -> int | None:
         """The version that a step or a load left of a weight with an exact master; else None."""
         snapshot = self.snapshots.get(parameter)
-        if snapshot is None:
-            return self.loaded[parameter] if parameter in self.loaded_masters else None
-        return snapshot.version if snapshot.masters else None
+        has = parameter in self.loaded_masters if snapshot is None else bool(snapshot.masters)
+        return self.version_left(parameter) if has else None
+
+    def version_left(self, parameter: Tensor) -> int | None:
+        """The version that a step or a load left of a parameter; None if there was neither."""
+        snapshot = self.snapshots.get(parameter)
+        return self.loaded.get(parameter) if snapshot is None else snapshot.version
 
     def watches(self, parameters: Iterable[Tensor]) -> Iterator[DataWatch | None]:
         """The watches over writes to these parameters, lazily, for those that have a snapshot."""

@@ -92,10 +92,7 @@ def _has_master(state: Any) -> bool:
 
 def _is_last(optimizer: BF16Optimizer, parameter: Tensor) -> bool:
     """Whether nothing has written a weight since the optimizer has stepped or loaded it."""
-    engine = optimizer._engine
-    snapshot = engine.snapshots.get(parameter)
-    version = engine.loaded.get(parameter) if snapshot is None else snapshot.version
-    return version == shard_of(parameter).version()
+    return optimizer._engine.version_left(parameter) == shard_of(parameter).version()
 
 
 def _waiting(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> set[Tensor]:
