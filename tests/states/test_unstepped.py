@@ -1,6 +1,7 @@
 """State dicts of optimizers that have not stepped: what a cast took from the weights is in them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import torch_bf16
 
 KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adamax]
+COPIES = [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))]
 
 
 def start(kind, recipe, seed):
@@ -90,4 +92,19 @@ def test_frozen_weights_have_their_masters_alone_until_they_are_trained(kind):
         one.requires_grad_(True)
         train(one, its)
     ones, others = step(model, optimizer), step(resumed, other)
+    assert all(torch.equal(each, others[name]) for name, each in ones.items())
+
+
+@pytest.mark.parametrize("again", COPIES, ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", [*KINDS, torch.optim.NAdam])
+def test_a_loaded_optimizer_with_frozen_weights_is_copied(kind, again):
+    weights, model, optimizer = start(kind, "bf16-fp32-master", 0)
+    model[0].requires_grad_(False)
+    optimizer.load_state_dict(optimizer.state_dict())
+    # These states have no step count, which torch's own classes look for in copies.
+    assert [*optimizer.state[model[0].weight]] == ["remainder16"]
+    twin, its = again((model, optimizer))
+    found = torch_bf16.fp32_state_dict(twin, its)
+    assert all(torch.equal(found[name], each) for name, each in weights.items())
+    ones, others = step(model, optimizer), step(twin, its)
     assert all(torch.equal(each, others[name]) for name, each in ones.items())

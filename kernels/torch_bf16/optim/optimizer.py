@@ -351,18 +351,19 @@ class BF16Optimizer(torch.optim.Optimizer):
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        seen = getattr(state.get("state"), "seen", True)  # torch's own method looks at every state
-        super().__setstate__(state)
-        if not isinstance(self.state, States):
-            self.state = States(dict, self.state)
-        # torch calls this after loading a state dict, too.
-        if "_engine" in state:
-            set_seen(self.state, seen)
+        # torch calls this for state dicts, too. In copies, its classes would look at every state,
+        # and for a step in each; a frozen weight's may have none.
+        copied = "_engine" in state
+        super().__setstate__({**state, "state": States(dict)} if copied else state)
+        if copied:
+            self.state = state["state"]
             self.observers = []
             look_for_writes(self)
             inherited_masters.register(self)
             accumulate_as(self.recipe, self)
             release_as(self._engine.release_options, self)
+        elif not isinstance(self.state, States):
+            self.state = States(dict, self.state)
 
     def label(self, group: int, position: int) -> str:
         """A parameter as messages describe it: its name if known, its place, shape and dtype."""
