@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch.utils._pytree import tree_map
 
 from torch_bf16.checkpoints.atomic_write import replacing
 from torch_bf16.errors import BackendUnavailableError, CheckpointError
@@ -66,7 +67,7 @@ _json_stream: TextIO | None = None
 
 def write_json(found: Mapping[str, Any], target: Path | str) -> None:
     """Write a command's results to a file or standard output; null stands for NaN and infinity."""
-    text = json.dumps(_finite(found), indent=2, allow_nan=False)
+    text = json.dumps(tree_map(_finite, found), indent=2, allow_nan=False)
     if target == STANDARD_OUTPUT:
         print(text, file=_json_stream, flush=True)
     else:
@@ -88,10 +89,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(_finite, value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

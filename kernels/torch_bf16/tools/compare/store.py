@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from torch_bf16.backends.file_lock import locked
 from torch_bf16.checkpoints.atomic_write import replacing
@@ -92,7 +93,7 @@ class Store:
         try:
             content = json.loads(path.read_text())
             origin, run = content["of"], Run(**content["run"])
-            run.losses, run.survived = _with_nan(run.losses), _with_nan(run.survived)
+            run.losses, run.survived = tree_map(_nan_of_null, (run.losses, run.survived))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not a run of compare ({described(error)}); delete it to train it again"
@@ -192,12 +193,5 @@ def _is_run(path: Path) -> bool:
     return isinstance(content, dict) and "of" in content and bool({"run", "state"} & {*content})
 
 
-def _with_nan(values: Any) -> Any:
-    """Numbers with NaN again where JSON has null."""
-    if isinstance(values, Mapping):
-        return {key: _with_nan(each) for key, each in values.items()}
-    return (
-        [*map(_with_nan, values)]
-        if isinstance(values, list)
-        else (math.nan if values is None else values)
-    )
+def _nan_of_null(value: Any) -> Any:
+    return math.nan if value is None else value

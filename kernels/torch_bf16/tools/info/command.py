@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends.certificates import folder
@@ -88,16 +89,7 @@ def record() -> dict[str, Any]:
         "obstacles": [asdict(each) for each in obstacles()],
     }
     # Wherever a message has a path.
-    return _without_home(found)
-
-
-def _without_home(found: Any) -> Any:
-    """Apply :func:`without_home` to all texts in a record."""
-    if isinstance(found, Mapping):
-        return {key: _without_home(each) for key, each in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [*map(_without_home, found)]
-    return without_home(found) if isinstance(found, str) else found
+    return tree_map(lambda each: without_home(each) if isinstance(each, str) else each, found)
 
 
 def _backends(device: torch.device) -> dict[str, Any]:
