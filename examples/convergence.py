@@ -121,13 +121,11 @@ def mean(values: list[float]) -> float:
 
 def plot(differences: dict[str, Interval], path: Path) -> None:
     """Plot differences and intervals, without the control, which is off the scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     shown = {name: each for name, each in differences.items() if name != CONTROL}
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
     for row, each in enumerate(shown.values()):
         axes.plot([each.low, each.high], [row, row], color="tab:blue")
         axes.plot(each.mean, row, "o", color="tab:blue")
@@ -136,7 +134,6 @@ def plot(differences: dict[str, Interval], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("validation loss minus fp32's, nats per byte (mean, 95 % interval)")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

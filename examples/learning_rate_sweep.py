@@ -139,12 +139,10 @@ def percent(share: Interval | None) -> str:
 
 
 def plot(shares: dict[str, dict[float, Interval | None]], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for name, each in shares.items():
         known = {lr: share.mean for lr, share in each.items() if share is not None}
         axes.plot(list(known), list(known.values()), "o-", label=name)
@@ -152,7 +150,6 @@ def plot(shares: dict[str, dict[float, Interval | None]], path: Path) -> None:
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

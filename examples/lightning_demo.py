@@ -176,17 +176,15 @@ def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
 
 def plot(runs: dict[str, Run], path: Path) -> None:
     """Plot training loss and the distance from 32-true on the same batches, both smoothed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     window = max(1, len(runs[REFERENCE].train_losses) // 20)
 
     def smooth(losses: list[float]) -> torch.Tensor:
         return torch.tensor(losses, dtype=torch.float64).unfold(0, window, 1).mean(-1)
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     reference = smooth(runs[REFERENCE].train_losses)
     for mode, run in runs.items():
         losses = smooth(run.train_losses)
@@ -197,7 +195,6 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     right.set(xlabel="step", ylabel=f"training loss minus {REFERENCE}'s")
     left.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def record(runs: dict[str, Run], args: argparse.Namespace, path: Path) -> None:

@@ -11,12 +11,10 @@ __all__ = ["plot"]
 
 def plot(records: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw records, one below the other, into a file whose suffix is the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     heights = [1.6 + 0.42 * len(each["results"]) for each in records]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     parts: Any = figure.subfigures(len(records), 1, squeeze=False, height_ratios=heights)
     for part, record in zip(parts.ravel(), records, strict=True):
         _draw(part, record)

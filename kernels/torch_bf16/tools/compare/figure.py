@@ -15,7 +15,6 @@ __all__ = ["draw"]
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
     """Draw curves, differences, bytes, times and kept updates; the file's suffix is the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = found["rows"]
@@ -28,7 +27,6 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     lines = -(-len(mapped) // 3)
     heights += [(0.9 + 0.13 * deepest) * lines] if mapped else []
     figure: Any = Figure(figsize=(11, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).ravel())
     _curves(parts.pop(0), found, colours)
     if measured:
