@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from torch_bf16.tools.compare.corpus import Corpus, batches, load_corpus
 from torch_bf16.tools.compare.schedule import learning_rate_factor
+from torch_bf16.tools.optimizer_bytes import held_bytes
 from torch_bf16.tools.output import write_json
 
 REFERENCE = "32-true"
@@ -100,12 +101,7 @@ class Recorder(lightning.Callback):
 
 def bytes_per_parameter(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of weights, gradients and optimizer state; shared storage counts once."""
-    parameters = list(module.parameters())
-    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-    for state in optimizer.state.values():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) / sum(p.numel() for p in parameters)
+    return held_bytes(optimizer) / sum(p.numel() for p in module.parameters())
 
 
 def train(mode: str, args: argparse.Namespace, corpus: Corpus, progress: Progress) -> Run:
