@@ -98,7 +98,8 @@ def test_a_line_of_progress_is_as_wide_as_the_terminal(monkeypatch):
             return True
 
     monkeypatch.setenv("COLUMNS", "20")
-    with progress_line(terminal := Terminal()) as show:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with progress_line() as show:
         show("x" * 100)
     assert terminal.getvalue().count("x") == 19
 

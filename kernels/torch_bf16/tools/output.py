@@ -218,8 +218,9 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a line until the next one, if ``stream`` is a terminal."""
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line until the next one, if standard error is a terminal."""
+    stream = sys.stderr
     if not stream.isatty():
         yield lambda line: None
         return

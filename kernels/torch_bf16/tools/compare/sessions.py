@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +62,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> dict
         ValueError: the model, its batches or an optimizer cannot be used.
     """
     found: dict[str, list[Run]] = {row.name: [] for row in rows}
-    with progress_line(sys.stderr) as show, _interrupts() as interrupts:
+    with progress_line() as show, _interrupts() as interrupts:
         progress = Progress(plan.steps * len(rows) * seeds, show)
         for seed in range(seeds):
             for row in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def doctor(options: argparse.Namespace) -> int:
     keep_inputs(options.json, *options.checkpoints)
     *earlier, after = [open_checkpoint(path) for path in options.checkpoints]
     before = earlier[0] if earlier else None
-    with progress_line(sys.stderr) as progress:
+    with progress_line() as progress:
         found = examine(before, after, options.lr, progress)
     verdict = judge(found)
     paths = {"before": str(before.path)} if before else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -81,7 +80,7 @@ def recommend(options: argparse.Namespace) -> int:
     def finish(concluded: Callable[[], Observation]) -> int:
         return exit_status("recommend", lambda: _report(options, concluded()))
 
-    with progress_line(sys.stderr) as progress:
+    with progress_line() as progress:
         found = observe(text, options.arguments, options.steps, options.lr, progress, finish)
     return _report(options, found)
 
