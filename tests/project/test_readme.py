@@ -103,7 +103,7 @@ def test_the_optimizers_are_listed_and_counted() -> None:
         and issubclass(kind, torch_bf16.BF16Optimizer)
         and kind is not torch_bf16.BF16Optimizer
     }
-    assert {*OPTIMIZERS} == ours, "see _CLASSES of tools/estimate/optimizers.py"
+    assert {*OPTIMIZERS} == ours, "see PLAIN of tools/estimate/optimizers.py"
     page = (ROOT / "docs" / "optimizers.md").read_text().partition("\n## ")[0]
     assert ours <= {*re.findall(r"`(\w+)`", page)}, "a row of docs/optimizers.md"
     words = ("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen")

@@ -133,7 +133,7 @@ def test_the_known_rules_and_scratch_are_those_of_a_real_step(name, monkeypatch)
     # Many CPUs are slow at products in bf16, which are torch's Muon.
     monkeypatch.setattr(optimizers, "_PROBE", (256, 256))
     found = measure_spec(name, name, {})
-    rule, scratch = PLAIN[name]
+    rule, scratch = PLAIN[OPTIMIZERS[name]]
     assert found.rule is rule
     assert found.scratch == (scratch if scratch is None else pytest.approx(scratch, rel=0.01))
 

@@ -12,6 +12,7 @@ import torch
 
 from torch_bf16 import rules
 from torch_bf16.optim import adafactor, adagrad, adam, lion, muon, schedule_free, sgd
+from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.rules import Rule
 from torch_bf16.tools.factory import class_and_options
 
@@ -20,29 +21,23 @@ from .shapes import Weight
 
 __all__ = ["OPTIMIZERS", "PLAIN", "OptimizerSpec", "measure_spec", "optimizer_spec"]
 
-_CLASSES = (
-    *(adam.AdamW, adam.Adam, adam.NAdam, adam.RAdam, adam.ADOPT),
-    *(sgd.SGD, lion.Lion, adagrad.RMSprop, adagrad.Adagrad),
-    *(schedule_free.AdamWScheduleFree, schedule_free.SGDScheduleFree),
-    *(muon.Muon, adafactor.Adafactor),
-)
-OPTIMIZERS = {each.__name__: each for each in _CLASSES}
 # Rule and scratch without options; to measure them would import all of torch's compiler.
-PLAIN: dict[str, tuple[Rule, float | None]] = {
-    "AdamW": (rules.ADAMW, 1.0),
-    "Adam": (rules.ADAM, 1.0),
-    "NAdam": (rules.NADAM, 1.0),
-    "RAdam": (rules.RADAM, 1.0),
-    "ADOPT": (rules.ADOPT, None),
-    "SGD": (rules.SGD, 0.0),
-    "Lion": (rules.LION, None),
-    "RMSprop": (rules.RMSPROP, 1.0),
-    "Adagrad": (rules.ADAGRAD, 2.0),
-    "AdamWScheduleFree": (rules.SCHEDULE_FREE_ADAMW, None),
-    "SGDScheduleFree": (rules.SCHEDULE_FREE_SGD, None),
-    "Muon": (rules.MUON, 3.0),
-    "Adafactor": (rules.ADAFACTOR, 1.0),
+PLAIN: dict[type[BF16Optimizer], tuple[Rule, float | None]] = {
+    adam.AdamW: (rules.ADAMW, 1.0),
+    adam.Adam: (rules.ADAM, 1.0),
+    adam.NAdam: (rules.NADAM, 1.0),
+    adam.RAdam: (rules.RADAM, 1.0),
+    adam.ADOPT: (rules.ADOPT, None),
+    sgd.SGD: (rules.SGD, 0.0),
+    lion.Lion: (rules.LION, None),
+    adagrad.RMSprop: (rules.RMSPROP, 1.0),
+    adagrad.Adagrad: (rules.ADAGRAD, 2.0),
+    schedule_free.AdamWScheduleFree: (rules.SCHEDULE_FREE_ADAMW, None),
+    schedule_free.SGDScheduleFree: (rules.SCHEDULE_FREE_SGD, None),
+    muon.Muon: (rules.MUON, 3.0),
+    adafactor.Adafactor: (rules.ADAFACTOR, 1.0),
 }
+OPTIMIZERS = {each.__name__: each for each in PLAIN}
 _PROBE = (512, 512)
 
 
@@ -77,7 +72,7 @@ class OptimizerSpec:
 
     def scratch_of(self, rule: Rule) -> float | None:
         """The scratch of a rule that :meth:`rule_of` returned."""
-        return self.scratch if rule is self.rule else PLAIN["AdamW"][1]
+        return self.scratch if rule is self.rule else PLAIN[adam.AdamW][1]
 
     def steps_singly(self, rule: Rule) -> bool:
         """Whether torch's own holds the scratch of such a rule for one tensor at a time."""
@@ -102,7 +97,7 @@ def optimizer_spec(text: str) -> OptimizerSpec:
         raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
     if options:
         return measure_spec(text, name, options)
-    rule, scratch = PLAIN[name]
+    rule, scratch = PLAIN[OPTIMIZERS[name]]
     return OptimizerSpec(text, rule, scratch if hasattr(torch.optim, name) else None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,7 +12,12 @@ from torch import nn
 
 from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.estimate.memory import Memory, memory
-from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, OptimizerSpec, measure_spec
+from torch_bf16.tools.estimate.optimizers import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    measure_spec,
+    optimizer_spec,
+)
 from torch_bf16.tools.estimate.precisions import TORCH, Precision
 from torch_bf16.tools.estimate.shapes import ModelShapes, Weight, shapes_of
 
@@ -62,7 +68,7 @@ def _parts(
 ) -> tuple[list[tuple[ModelShapes, OptimizerSpec]], str | None]:
     """The shapes whose weights are updated by the same rule, and a caveat."""
     # What no optimizer has is counted without moments.
-    specs: dict[str, OptimizerSpec] = {"": OptimizerSpec("none", *PLAIN["SGD"])}
+    specs: dict[str, OptimizerSpec] = {"": optimizer_spec("SGD")}
     updated_by: dict[int, str] = {}
     unknown = set()
     for optimizer in found.optimizers:
@@ -73,7 +79,7 @@ def _parts(
             if key not in specs:
                 spec = _spec_of(kind, options)
                 unknown |= set() if spec else {kind}
-                specs[key] = spec or OptimizerSpec("AdamW", *PLAIN["AdamW"])
+                specs[key] = spec or optimizer_spec("AdamW")
             updated_by |= {id(p): key for p in group["params"]}
     weights: dict[str, list[Weight]] = defaultdict(list)
     for each in shapes.weights:
@@ -105,10 +111,6 @@ def _options(kind: str, group: dict[str, Any]) -> dict[str, Any]:
 
 def _spec_of(kind: str, options: dict[str, Any]) -> OptimizerSpec | None:
     """The states of an optimizer; None if they are not known in advance."""
-    if kind not in OPTIMIZERS:
-        return None
-    try:
-        return measure_spec(kind, kind, options)
-    # An option that our class lacks; convert() reports it, too.
-    except ValueError:
-        return None
+    # An option that our class lacks is reported by convert(), too.
+    with suppress(ValueError):
+        return measure_spec(kind, kind, options) if kind in OPTIMIZERS else None
