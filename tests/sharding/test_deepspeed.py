@@ -84,9 +84,10 @@ def test_states_take_four_bytes_and_the_master_none(found):
 def test_an_estimate_counts_what_each_rank_keeps(found, stage):
     """Within 2 %: DeepSpeed pads."""
     shapes = shapes_of(model(), "model")
-    rows = {each.name: each for each in zero_rows(shapes, optimizer_spec("AdamW"), precisions())}
+    estimates = zero_rows(shapes, optimizer_spec("AdamW"), precisions(), len(found))
+    rows = {each["precision"]: each for each in estimates}
     for rank in found:
-        estimated = rows["bf16-stochastic"].on_rank(stage, len(found))
+        estimated = rows["bf16-stochastic"][f"stage_{stage}"]
         assert estimated == pytest.approx(rank["kept"][stage], rel=0.02)
 
 

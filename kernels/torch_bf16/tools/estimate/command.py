@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -84,40 +86,16 @@ def estimate(options: argparse.Namespace) -> int:
         ValueError, OSError, RuntimeError, ImportError: MODEL or an option cannot be used.
     """
     keep_inputs(options.json, options.model)
-    if options.batch is None:
-        refuse(options, ("device",), "without --batch no step runs")
-    if options.ranks == 1:
-        refuse(options, ("reduce",), "--ranks 1 sends nothing")
-    options.device, options.reduce = options.device or "meta", options.reduce or "wrapper"
-    optimizer = optimizer_spec(options.optimizer)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")
-    shapes = model_shapes(options.model)
+    _settle(options)
+    optimizer, shapes = optimizer_spec(options.optimizer), model_shapes(options.model)
     if not shapes.trained:
         raise ValueError(f"{shapes.source} is a model without trainable parameters")
-    if options.batch is not None and shapes.model is None:
-        raise ValueError(
-            f"--batch takes a step, and {shapes.source} is not a model that can: give "
-            "module:factory, or a config.json that transformers builds a model from"
-        )
-    rows, measured = [], None
-    if options.batch is not None and shapes.model is not None:
-        measured = Activations(shapes.model, options.batch, torch.device(options.device))
-    passes = options.accumulate is not None
     rules = {optimizer.rule_of(each) for each in shapes.weights}
     roles = {state.role for rule in rules for state in rule.states} & {"exp_avg", "exp_avg_sq"}
-    for precision in precisions(options.accumulate, options.reduce, options.offload, roles):
-        if precision.recipe is None and optimizer.scratch is None:
-            continue
-        alone = memory(shapes, precision, optimizer)
-        sharded = None
-        if options.ranks > 1:
-            arguments = shapes, precision, optimizer, options.ranks
-            sharded = memory(*arguments), traffic(*arguments)
-        rows.append(row(precision, alone, measured, sharded, passes, options.ranks))
-    zero = []
+    notes, zero = _notes(shapes, optimizer, options), []
     if options.ranks > 1:
-        zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]
+        ours = precisions(options.accumulate, roles=roles)
+        zero = [*zero_rows(shapes, optimizer, ours, options.ranks)]
     found = {
         "schema": 1,
         "kind": "estimate",
@@ -130,15 +108,42 @@ def estimate(options: argparse.Namespace) -> int:
         "reduce": options.reduce,
         "offload": options.offload,
         "batch": _batch_text(options),
-        "rows": rows,
-        "zero": [each.record(options.ranks) for each in zero],
-        "notes": [
-            *_notes(shapes, optimizer, options),
-            *(_zero_notes(shapes, options) if zero else ()),
-        ],
+        "rows": [*_rows(shapes, optimizer, options, roles)],
+        "zero": zero,
+        "notes": [*notes, *_zero_notes(shapes, options)] if zero else notes,
     }
     publish(found, options.json, show)
     return 0
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored, and set the defaults of those that were left out."""
+    if options.batch is None:
+        refuse(options, ("device",), "without --batch no step runs")
+    if options.ranks == 1:
+        refuse(options, ("reduce",), "--ranks 1 sends nothing")
+    options.device, options.reduce = options.device or "meta", options.reduce or "wrapper"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")
+
+
+def _rows(
+    shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Namespace, roles: set[str]
+) -> Iterator[dict[str, Any]]:
+    measured, passes, ranks = None, options.accumulate is not None, options.ranks
+    if options.batch is not None:
+        if shapes.model is None:
+            raise ValueError(
+                f"--batch takes a step, and {shapes.source} is not a model that can: give "
+                "module:factory, or a config.json that transformers builds a model from"
+            )
+        measured = Activations(shapes.model, options.batch, torch.device(options.device))
+    for precision in precisions(options.accumulate, options.reduce, options.offload, roles):
+        if precision.recipe is None and optimizer.scratch is None:
+            continue
+        each = shapes, precision, optimizer
+        sharded = (memory(*each, ranks), traffic(*each, ranks)) if ranks > 1 else None
+        yield row(precision, memory(*each), measured, sharded, passes, ranks)
 
 
 def _notes(shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Namespace) -> list[str]:
