@@ -156,7 +156,7 @@ def test_the_backend_can_be_chosen(capsys, monkeypatch):
 
     monkeypatch.setattr(command, "measure", measure_these)
     assert cli.main([*TINY, *wanted]) == 0
-    assert {(each.attributes["backend"], each.scratch) for each in seen} == {("eager", 48)}
+    assert {(each.options["backend"], each.scratch) for each in seen} == {("eager", 48)}
     assert len(seen) == 1 + len(VARIANTS)
     assert "our backend 'eager'" in capsys.readouterr().out
     if not torch.cuda.is_available():

@@ -35,7 +35,6 @@ class Entry:
             memory together. A generous estimate: reported bytes are measured.
         options: more arguments of the class.
         arguments: hyperparameters; by default those that all entries share.
-        attributes: attributes that are set on the optimizer.
         dtype: the dtype of weights and gradients.
         scratch: bytes that a step needs temporarily, per element of the largest tensor; a generous
             estimate, too.
@@ -52,7 +51,6 @@ class Entry:
     estimate: float
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     scratch: float = 32
     compiles: bool = False
@@ -71,7 +69,7 @@ class Entry:
         if not self.is_ours:
             return self
         scratch = _EAGER_SCRATCH if backend == "eager" else 0
-        return replace(self, attributes={**self.attributes, "backend": backend}, scratch=scratch)
+        return replace(self, options={**self.options, "backend": backend}, scratch=scratch)
 
     def make(self, shapes: Shapes, device: torch.device) -> torch.optim.Optimizer:
         """Make the optimizer over parameters of these shapes, each with a gradient."""
@@ -95,10 +93,7 @@ class Entry:
         """Make the optimizer over these parameters, with other hyperparameters than its own."""
         module, name = self.target.split(":")
         cls = getattr(importlib.import_module(module), name)
-        optimizer = cls(parameters, **arguments, **self.options)
-        for attribute, value in self.attributes.items():
-            setattr(optimizer, attribute, value)
-        return optimizer
+        return cls(parameters, **arguments, **self.options)
 
 
 def _fill(tensor: Tensor, block: Tensor) -> None:
