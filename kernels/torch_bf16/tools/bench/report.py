@@ -9,20 +9,10 @@ from torch_bf16.tools.output import number
 
 __all__ = ["aligned", "bracket", "table"]
 
-_WIDTHS = {
-    "ms per step": 23,
-    "ratio": 22,
-    "after product": 22,
-    "per byte": 10,
-    "ns/elem": 9,
-    "moved": 8,
-    "GB/s": 9,
-    "of copy": 9,
-    "host ms": 10,
-    "launches": 10,
-    "held": 8,
-    "peak": 8,
-}
+_COLUMNS = (
+    *("ms per step", "ratio", "after product", "per byte", "ns/elem", "moved", "GB/s", "of copy"),
+    *("host ms", "launches", "held", "peak"),
+)
 
 _LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
@@ -39,7 +29,7 @@ def table(record: Mapping[str, Any]) -> str:
     """Format a record for people, as plain text."""
     rows = record["results"]
     lines = [_heading(record), ""]
-    lines += aligned({"": [*_WIDTHS], **{row["name"]: _cells(row) for row in rows}}, _WIDTHS)
+    lines += aligned({"": _COLUMNS, **{row["name"]: _cells(row) for row in rows}})
     copy = record["copy_gb_per_second"]
     lines += ["", f"device copy: {bracket(copy)} GB/s, read and written"]
     storing: dict[str, list[str]] = {}
@@ -52,20 +42,16 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", _LEGEND.format(baseline=record["baseline"])])
 
 
-def aligned(rows: Mapping[str, Sequence[str]], widths: Mapping[str, int]) -> list[str]:
+def aligned(rows: Mapping[str, Sequence[str]]) -> list[str]:
     """Lines of a table, the names of its rows to the left and their cells to the right.
 
     Args:
         rows: the cells of each row by its name, also of the heading.
-        widths: the least width of each column; a long cell makes its column wider.
     """
-    first = max([22, *(len(name) + 2 for name in rows)])
-    found = [
-        max(least, *(len(cell) + 2 for cell in column))
-        for least, column in zip(widths.values(), zip(*rows.values(), strict=True), strict=True)
-    ]
+    columns = zip(*((name, *cells) for name, cells in rows.items()), strict=True)
+    first, *widths = (max(map(len, column)) for column in columns)
     return [
-        f"{name:{first}}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, found, strict=True))
+        f"{name:{first}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
         for name, cells in rows.items()
     ]
 

@@ -17,7 +17,7 @@ from .training import BASELINE, PHASES, Timed
 
 __all__ = ["training_record", "training_table"]
 
-_WIDTHS = {"ms per step": 24, "ratio": 22, **dict.fromkeys(PHASES, 16), "peak": 8}
+_COLUMNS = ("ms per step", "ratio", *PHASES, "peak")
 
 _LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
@@ -85,7 +85,7 @@ def training_table(record: Mapping[str, Any]) -> str:
         f"{record['rounds']} interleaved rounds",
         "",
     ]
-    cells = {"": [*_WIDTHS]}
+    cells = {"": [*_COLUMNS]}
     for row in rows:
         phases = (row["phases"][name] for name in PHASES)
         peak = row["peak_bytes_per_parameter"]
@@ -94,7 +94,7 @@ def training_table(record: Mapping[str, Any]) -> str:
             *(f"{number(p['ms']['median'])} {number(p['ratio']['median'])}" for p in phases),
             "-" if peak is None else f"{peak:.2f}",
         ]
-    lines += aligned(cells, _WIDTHS)
+    lines += aligned(cells)
     if record["bf16_product_ratio"] is not None:
         lines += [
             "",
