@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,33 +84,18 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="threads on a CPU (default: as many as torch uses)",
     )
-    parser.add_argument(
-        "--recipes",
-        type=_names(RECIPES, "recipe"),
-        nargs="+",
-        metavar="NAME",
-        help=f"recipes to time: {', '.join(OURS)} (default: all)",
-    )
-    parser.add_argument(
-        "--against",
-        type=_names(PEERS, "library"),
-        nargs="+",
-        metavar="NAME",
-        help=f"other libraries, if installed: {','.join(PEERS)} (default: torch)",
-    )
+    recipes = f"recipes to time: {', '.join(OURS)} (default: all)"
+    _add_names(parser, "recipes", RECIPES, "recipe", recipes)
+    libraries = f"other libraries, if installed: {','.join(PEERS)} (default: torch)"
+    _add_names(parser, "against", PEERS, "library", libraries)
     parser.add_argument(
         "--baseline", metavar="NAME", help=f"row that ratios refer to (default: {BASELINE})"
     )
     parser.add_argument(
         "--backend", choices=BACKENDS, help="our backend (default: the one chosen for the device)"
     )
-    parser.add_argument(
-        "--ways",
-        type=_names(WAYS, "way"),
-        nargs="+",
-        metavar="NAME",
-        help=f"more rows for ours and the baseline: {','.join(WAYS)} (default: none)",
-    )
+    ways = f"more rows for ours and the baseline: {','.join(WAYS)} (default: none)"
+    _add_names(parser, "ways", WAYS, "way", ways)
     parser.add_argument(
         "--rules",
         action="store_true",
@@ -148,6 +133,21 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_counts(parser: argparse.ArgumentParser, **options: str) -> None:
     for name, text in options.items():
         parser.add_argument(f"--{name}", type=count, metavar="N", help=text)
+
+
+def _add_names(
+    parser: argparse.ArgumentParser, option: str, known: Collection[str], kind: str, text: str
+) -> None:
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"no {kind} {name!r}; known ones: {', '.join(known)}"
+                )
+        return names
+
+    parser.add_argument(f"--{option}", type=parse, nargs="+", metavar="NAME", help=text)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -315,19 +315,6 @@ def _shapes(options: argparse.Namespace) -> Shapes:
             )
         return MODELS[options.model]
     return random_shapes(options.parameters or _PARAMETERS, options.tensors or _TENSORS)
-
-
-def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"no {kind} {name!r}; known ones: {', '.join(known)}"
-                )
-        return names
-
-    return parse
 
 
 def _table(found: Mapping[str, Any]) -> str:
