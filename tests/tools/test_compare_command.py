@@ -51,7 +51,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_the_step_and_keeps_a_line_for_each_run(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setattr(progress, "_SPARSE", -1)
+    monkeypatch.setattr(progress, "_INTERVAL", -1)
     compare("mine_to_compare:make", *QUICK)
     shown, *runs = (each.split("\r\x1b[K") for each in terminal.getvalue().split("\n")[:4])
     assert shown[1].startswith("32-true, seed 0: step 1 of 6, loss ")

@@ -18,7 +18,7 @@ __all__ = ["Series", "analyse"]
 _POINTS = 200
 _WARM_UP = 5
 # fp32 weights keep all updates: if less was measured, the twin is wrong.
-_TWIN = 0.02
+_TWIN_ERROR = 0.02
 _PERCENTILES = {"p10": 10, "p50": 50, "p90": 90}
 
 
@@ -214,7 +214,7 @@ def _check_twins(rows: list[dict[str, Any]]) -> None:
         for row in rows
         if row["name"] in (FP32, MIXED)
         for each in row["layers"].values()
-        if each["survived"] is not None and abs(1 - each["survived"]) >= _TWIN
+        if each["survived"] is not None and abs(1 - each["survived"]) >= _TWIN_ERROR
     }
     for row in rows:
         if (kind := _kind(row)) in wrong:

@@ -19,7 +19,7 @@ from .verdict import BAD, LOWER, decimals_of, ends_near
 __all__ = ["differences_of", "headline", "is_calm", "layers_of", "page"]
 
 _MOST_LAYERS = 28
-_NAMED = 3
+_NAMED_ROWS = 3
 _CALM = 0.9
 
 
@@ -57,7 +57,7 @@ def headline(found: Mapping[str, Any]) -> str:
     others = [row for row in found["rows"] if row["name"] != found["reference"]]
     good = [row["name"] for row in others if row["verdict"] == "as good"]
     reference = found["reference"]
-    if len(good) <= _NAMED and good:
+    if len(good) <= _NAMED_ROWS and good:
         return found["sentences"][0]
     if good:
         return f"{len(good)} of {len(others)} end {ends_near(found)}"
@@ -222,7 +222,7 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     for row in found["rows"]:
         if not row["layers"]:
             continue
-        if len(found["rows"]) > _NAMED + 1 and is_calm(row):
+        if len(found["rows"]) > _NAMED_ROWS + 1 and is_calm(row):
             calm.append(row["name"])
             continue
         layers = layers_of(row["layers"])

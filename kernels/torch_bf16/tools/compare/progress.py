@@ -10,7 +10,7 @@ from torch_bf16.tools.output import number, say
 __all__ = ["Progress"]
 
 # Seconds between two steps that are shown.
-_SPARSE = 0.1
+_INTERVAL = 0.1
 
 
 class Progress:
@@ -45,7 +45,7 @@ class Progress:
         self._done += 1
         self._taken += 1
         now = time.monotonic()
-        if now - self._shown > _SPARSE:
+        if now - self._shown > _INTERVAL:
             self._shown = now
             step = f"step {self._step} of {self._steps}, loss {number(loss, 5)}"
             self._show(f"{self._run}: {step}, {self._left()} left")

@@ -21,7 +21,7 @@ from .next_byte import CONTEXT, NextByte
 __all__ = ["Subject", "subject_of"]
 
 _BATCH = 256
-_LEAST = 10_000
+_LEAST_BYTES = 10_000
 _NAME = "a model of 0.35 million parameters of the next byte"
 
 
@@ -109,8 +109,10 @@ def subject_of(factory: str | None, text: Path | None = None) -> Subject:
     else:
         raw = text.read_bytes()
         content, what = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8), text.name
-        if len(raw) < _LEAST:
-            raise ValueError(f"{text} has {len(raw)} bytes, and must have {_LEAST:,} to train on")
+        if len(raw) < _LEAST_BYTES:
+            raise ValueError(
+                f"{text} has {len(raw)} bytes, and must have {_LEAST_BYTES:,} to train on"
+            )
     return Subject(f"{_NAME} in {what}", text=content)
 
 

@@ -24,7 +24,7 @@ from .rows import Trained, rate_of, set_rate
 __all__ = ["Survival", "exact_weight"]
 
 _SAMPLE = 4096
-_COLUMNS = 24
+_WINDOWS = 24
 
 
 def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
@@ -56,7 +56,7 @@ class Survival:
 
     def __init__(self, trained: Trained, steps: int) -> None:
         self._trained = trained
-        self._every = -(-steps // _COLUMNS)
+        self._every = -(-steps // _WINDOWS)
         self._steps = steps
         self._named = {n: p for n, p in trained.model.named_parameters() if p.requires_grad}
         self._first = {n: self._exact(n) for n in self._named}

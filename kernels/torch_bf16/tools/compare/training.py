@@ -25,7 +25,7 @@ from .survival import Survival
 
 __all__ = ["OngoingRun", "Plan", "Run", "move"]
 
-_MIX = 1_000_003
+_SEEDS_APART = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class OngoingRun:
             batch = self._next_batch()
             for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
                 set_rate(group, None if rate is None else rate * plan.factor(step - 1))
-            _seed(self._seed * _MIX + step)
+            _seed(self._seed * _SEEDS_APART + step)
             begun = self._clock()
             with torch.autocast(
                 plan.device.type, torch.bfloat16, enabled=self._trained.row.autocast

@@ -16,7 +16,7 @@ BAD = (LOSES, STALLS, BROKEN)
 LOWER, HIGHER = "lower", "higher"
 # Shares of the reference's improvement that count as lost: over several pairs, and in a single one.
 _LOST, _LOST_ALONE = 0.002, 0.05
-_MOST = 3
+_MOST_SENTENCES = 3
 _DECIMALS = 4
 
 
@@ -41,7 +41,7 @@ def judge(found: dict[str, Any]) -> None:
         sentences.append(f"{good} {verb} {ends_near(found)}")
     for kind in (BROKEN, STALLS, LOSES):
         sentences += [_sentence(row, found) for row in found["rows"] if row["verdict"] == kind]
-    if len(near) > _MOST:
+    if len(near) > _MOST_SENTENCES:
         # Among many rows, differences that chance explains are left to the table.
         near = [row for row in near if not _by_chance(row["against"])]
     sentences += [_sentence(row, found) for row in near]

@@ -16,7 +16,6 @@ from .verdict import judge
 
 __all__ = ["add_doctor_arguments", "doctor"]
 
-_MOST = 20
 _STATUS = {True: 0, False: 1, None: 3}
 
 
@@ -35,7 +34,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr", type=positive_number, help="a learning rate in place of the checkpoint's"
     )
     parser.add_argument(
-        "--most", type=count, default=_MOST, metavar="N", help=f"weights to list (default: {_MOST})"
+        "--most", type=count, default=20, metavar="N", help="weights to list (default: %(default)s)"
     )
     add_json_argument(parser)
 

@@ -17,7 +17,7 @@ STALLS, BROKEN, LOSES, STANDS = "stalls", "broken", "loses", "stands still"
 UNSEEN, UNJUDGED, FINE = "not seen", "not judged", "learns"
 _BAD = (STALLS, BROKEN)
 _LOSING = 0.9
-_MOST = 8
+_MOST_KINDS = 8
 _STEPS = 100_000  # assumed if their number is unknown
 
 
@@ -72,8 +72,8 @@ def judge(found: Examination) -> Verdict:
     for each in findings:
         kinds[each.verdict, each.why, kind_of(each.weight.name)].append(each)
     unusual = [each for each in kinds.items() if each[0][0] != FINE]
-    sentences = [_sentence(*key, members, found, usual) for key, members in unusual[:_MOST]]
-    if more := unusual[_MOST:]:
+    sentences = [_sentence(*key, members, found, usual) for key, members in unusual[:_MOST_KINDS]]
+    if more := unusual[_MOST_KINDS:]:
         count = sum(len(members) for _, members in more)
         sentences.append(f"and {count} more weights of {len(more)} other kinds")
     bad = any(each.verdict in _BAD for each in findings)

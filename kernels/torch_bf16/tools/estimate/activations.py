@@ -33,7 +33,7 @@ _TOKENS = "input_ids"
 _BARE = nn.Module()
 # How torch says that it takes whole numbers where it was given others.
 _INTEGERS = re.compile(r"\b(long|int64)", re.IGNORECASE)
-_MOST = 10**15
+_MOST_ELEMENTS = 10**15
 # torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
@@ -56,8 +56,8 @@ def batch_argument(text: str) -> Batch:
         shape = tuple(map(int, match[1].split("x")))
         if 0 in shape:
             raise argparse.ArgumentTypeError(f"{part!r} has no elements")
-        if prod(shape) > _MOST:
-            raise argparse.ArgumentTypeError(f"{part!r} has more than {_MOST:,} elements")
+        if prod(shape) > _MOST_ELEMENTS:
+            raise argparse.ArgumentTypeError(f"{part!r} has more than {_MOST_ELEMENTS:,} elements")
         found.append((shape, dtype))
     return found
 

@@ -27,7 +27,7 @@ KINDS = (
     "of parameters such as 8B or 350M"
 )
 
-_MOST = 10**15
+_MOST_PARAMETERS = 10**15
 _COLUMNS = 64
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Weights that were saved in fp16 are mostly loaded in fp32, as a config.json is built.
@@ -59,8 +59,10 @@ def model_shapes(text: str) -> ModelShapes:
 
 
 def _of_number(text: str, count: int) -> ModelShapes:
-    if not 0 < count <= _MOST:
-        raise ValueError(f"{text!r} is {count:,} parameters and must be between 1 and {_MOST:,}")
+    if not 0 < count <= _MOST_PARAMETERS:
+        raise ValueError(
+            f"{text!r} is {count:,} parameters and must be between 1 and {_MOST_PARAMETERS:,}"
+        )
     weights = [Weight("layers.0.weight", (count // _COLUMNS, _COLUMNS))]
     if rest := count % _COLUMNS:
         weights.append(Weight("layers.0.rest", (1, rest)))

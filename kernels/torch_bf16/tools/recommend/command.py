@@ -25,8 +25,7 @@ from .verdict import judge
 
 __all__ = ["add_recommend_arguments", "recommend"]
 
-_STEPS, _MOST = 20, 12
-_ASSUMED = 1000
+_TOTAL_STEPS = 1000
 
 
 def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +34,15 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--steps", "-n"),
         type=count,
-        default=_STEPS,
+        default=20,
         metavar="N",
-        help=f"steps to take; the second half is observed (default: {_STEPS})",
+        help="steps to take; the second half is observed (default: %(default)s)",
     )
     parser.add_argument(
         "--total-steps",
         type=count,
         metavar="N",
-        help=f"steps of the whole run (default: what the host says, else {_ASSUMED})",
+        help=f"steps of the whole run (default: what the host says, else {_TOTAL_STEPS})",
     )
     parser.add_argument(
         "--lr",
@@ -51,7 +50,7 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
         help="AdamW's learning rate, if a factory returns no optimizer",
     )
     parser.add_argument(
-        "--most", type=count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"
+        "--most", type=count, default=12, metavar="N", help="layers to list (default: %(default)s)"
     )
     parser.epilog = "Arguments after -- are the script's: recommend train.py -- --lr 1e-4"
     add_json_argument(parser)
@@ -130,7 +129,7 @@ def _check(found: Observation) -> None:
 def _plan(found: Observation, asked: int | None) -> list[str]:
     """Follow the schedule to its end, set each parameter's length of the run, and return notes."""
     host = found.host or Host("pytorch")
-    total = asked or host.steps or _ASSUMED
+    total = asked or host.steps or _TOTAL_STEPS
     notes = []
     if asked is None and host.steps is None:
         notes.append(

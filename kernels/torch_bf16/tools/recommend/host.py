@@ -25,7 +25,7 @@ _HOSTS = {
     "lightning_fabric": "lightning_fabric",
     "accelerate": "accelerate",
 }
-_MOST = 200_000
+_MOST_STEPS = 200_000
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def planned_rates(
     constant = [rates[-1]] * missing
     if not schedulers:
         return rates + constant, "no schedule of torch.optim.lr_scheduler was found"
-    if missing > _MOST:
+    if missing > _MOST_STEPS:
         return rates + constant, f"the schedule was not followed over {missing:,} steps"
     if any(each.last_epoch + 2 < len(taken) for each in schedulers):
         return rates + constant, "the schedule does not change at each step"

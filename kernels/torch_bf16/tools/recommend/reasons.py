@@ -10,7 +10,7 @@ from .verdict import LEARNED
 __all__ = ["megabytes", "reasons"]
 
 _SENSITIVE = 0.02
-_SHOWN = 0.0005
+_HARDLY_ANY = 0.0005
 
 
 def reasons(content: Mapping[str, Any]) -> list[str]:
@@ -90,7 +90,7 @@ def _ranges(found: Mapping[str, Any]) -> list[str]:
     fp16, bf16 = formats["fp16"], formats["bf16"]
     zero, scaled = fp16["gradients_to_zero"], fp16["scaled_to_zero"]
     trouble = f"would round {zero:.1%} of the gradients to zero ({scaled:.1%} with the best loss "
-    trouble = f"{trouble}scale)" if zero >= _SHOWN else "would lose hardly any gradient"
+    trouble = f"{trouble}scale)" if zero >= _HARDLY_ANY else "would lose hardly any gradient"
     if infinite := fp16["overflows"]:
         trouble += f", and overflows in {', '.join(infinite[:3])}"
     sentences.append(f"fp16 {trouble}; bf16 and TF32 have the range of fp32")

@@ -23,7 +23,6 @@ from .verdict import DISTANCE, LAYER_DISTANCE, Candidate, Verdict
 __all__ = ["record", "rounded", "show"]
 
 _NEAREST = "bf16-true"
-_SHOWN = ("bf16_stochastic", "bf16+8")
 
 
 def record(
@@ -213,6 +212,6 @@ def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _layer_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
     found = each["distance"]
-    cells = ("exact",) * 2 if each["exact"] else tuple(number(found.get(n), 2) for n in _SHOWN)
+    cells = ("exact",) * 2 if each["exact"] else tuple(number(found.get(n), 2) for n in BITS)
     step, lost = number(each["spacings_per_step"], 2), share(each["lost_to_nearest"])
     return (each["name"], f"{each['elements']:,}", step, lost, *cells)

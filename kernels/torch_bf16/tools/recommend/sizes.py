@@ -27,7 +27,7 @@ from .verdict import CANDIDATES
 __all__ = ["sizes"]
 
 # Options that change how torch steps, but not what it keeps.
-_HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
+_WAYS_TO_STEP = ("lr", "foreach", "fused", "capturable", "differentiable")
 
 
 def sizes(found: Observation) -> tuple[ModelShapes, dict[str, Memory], str | None]:
@@ -106,7 +106,9 @@ def _memory(parts: list[tuple[ModelShapes, OptimizerSpec]], precision: Precision
 def _options(kind: str, group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that our class of that name knows, and that decide what is kept."""
     known = inspect.signature(OPTIMIZERS[kind]).parameters if kind in OPTIMIZERS else ()
-    return {k: v for k, v in group.items() if k in known and k not in _HOW and v is not None}
+    return {
+        k: v for k, v in group.items() if k in known and k not in _WAYS_TO_STEP and v is not None
+    }
 
 
 def _spec_of(kind: str, options: dict[str, Any]) -> OptimizerSpec | None:

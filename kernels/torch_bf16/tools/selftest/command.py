@@ -30,12 +30,11 @@ _PROCESSES = 8
 
 def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
         "--device",
         type=device_argument,
-        default=default,
-        help=f"cpu, cuda or cuda:N (default here: {default})",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N (default here: %(default)s)",
     )
     add_json_argument(parser)
     parser.add_argument(
