@@ -40,10 +40,7 @@ from torch_bf16.tools.output import write_json
 from torch_bf16.tools.recipes import BY_BYTES
 
 # Bytes count weight, moments and a bf16 gradient; releasing gradients saves 2.
-RECIPES = {
-    **{f"{size} bytes": recipe for size, recipe in BY_BYTES.items()},
-    CONTROL: TO_NEAREST,
-}
+RECIPES = {**{f"{size} bytes": recipe for size, recipe in BY_BYTES.items()}, CONTROL: TO_NEAREST}
 NUDGED_MIXED = f"{NUDGED}, bf16 products"
 # In nats, for the whole interval of the difference from fp32.
 CLOSE_ENOUGH = {

@@ -92,10 +92,7 @@ def train(args: argparse.Namespace, device: torch.device) -> float:
         state = {"model": weights, "optimizer": states, "step": 0}
         dcp.load(state, checkpoint_id=args.checkpoint)
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         start = state["step"]
         if start >= args.steps:

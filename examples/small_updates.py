@@ -39,11 +39,7 @@ from torch_bf16.tools.bench.peers import BASELINE, PEERS
 from torch_bf16.tools.output import write_json
 
 SIDE = 256
-RECIPES = (
-    "bf16-fp32-master",
-    "bf16-stochastic",
-    Recipe("6.2", exp_avg="int8", exp_avg_sq="int8"),
-)
+RECIPES = ("bf16-fp32-master", "bf16-stochastic", Recipe("6.2", exp_avg="int8", exp_avg_sq="int8"))
 LIBRARIES = (
     "torch",
     "torchao",

@@ -155,9 +155,7 @@ class PrecisionMixin(_Base):
 
         casts = self.compute == "bf16"
         return MixedPrecision(
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=casts,
-            cast_root_forward_inputs=casts,
+            reduce_dtype=torch.float32, cast_forward_inputs=casts, cast_root_forward_inputs=casts
         )
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:

@@ -23,15 +23,7 @@ from torch_bf16.tools.arguments import (
 )
 from torch_bf16.tools.factory import CONTRACT, is_factory
 from torch_bf16.tools.machine import hardware, versions
-from torch_bf16.tools.output import (
-    command_line,
-    date,
-    number,
-    publish,
-    say,
-    write_json,
-    write_text,
-)
+from torch_bf16.tools.output import command_line, date, number, publish, say, write_json, write_text
 
 from .analysis import analyse
 from .figure import draw
@@ -219,10 +211,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _analyse(
-    rows: Mapping[str, Sequence[Run]],
-    reference: str,
-    about: Mapping[str, Any],
-    better: str = LOWER,
+    rows: Mapping[str, Sequence[Run]], reference: str, about: Mapping[str, Any], better: str = LOWER
 ) -> dict[str, Any]:
     found = {"schema": 1, "kind": "compare", **about, **analyse(rows, reference, better)}
     judge(found)

@@ -11,14 +11,7 @@ from .verdict import decimals_of
 
 __all__ = ["interval", "show", "summary"]
 
-_COLUMNS = (
-    "difference",
-    "95 % interval",
-    "kept (worst layer)",
-    "never moved",
-    "bytes",
-    "ms",
-)
+_COLUMNS = ("difference", "95 % interval", "kept (worst layer)", "never moved", "bytes", "ms")
 
 
 def summary(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -72,10 +72,7 @@ class Examination:
 
 
 def examine(
-    before: Saved | None,
-    after: Saved,
-    lr: float | None,
-    progress: Callable[[str], None],
+    before: Saved | None, after: Saved, lr: float | None, progress: Callable[[str], None]
 ) -> Examination:
     """Go through a run's checkpoints, one piece of one weight in memory at a time.
 

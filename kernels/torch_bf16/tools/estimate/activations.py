@@ -127,11 +127,7 @@ class Activations:
 
 
 def peak_of_pass(
-    model: nn.Module,
-    precision: Precision,
-    batch: Batch,
-    device: torch.device,
-    waiting: int | None,
+    model: nn.Module, precision: Precision, batch: Batch, device: torch.device, waiting: int | None
 ) -> int:
     """The most bytes that one forward and backward pass hold at once beside the weights.
 

@@ -30,13 +30,7 @@ from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
 from .hosts import hook, host_rows, is_older, needed
 
-__all__ = [
-    "Obstacle",
-    "devices",
-    "disabled_patches",
-    "obstacles",
-    "verdicts",
-]
+__all__ = ["Obstacle", "devices", "disabled_patches", "obstacles", "verdicts"]
 
 _CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 

@@ -55,11 +55,7 @@ class ParameterSums:
     """
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rate: tuple[int, int],
-        stays_fp32: bool = False,
+        self, name: str, shape: tuple[int, ...], rate: tuple[int, int], stays_fp32: bool = False
     ) -> None:
         self.name, self.shape, self.rate = name, shape, rate
         self._stays_fp32 = stays_fp32

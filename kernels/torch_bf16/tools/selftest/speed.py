@@ -37,11 +37,7 @@ def models_for(device: torch.device) -> dict[str, Shapes]:
 
 
 def speed(
-    device: torch.device,
-    model: str,
-    shapes: Shapes,
-    command: str,
-    progress: Callable[[str], None],
+    device: torch.device, model: str, shapes: Shapes, command: str, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
 
