@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -58,13 +58,11 @@ def logged_in(path: Path) -> list[Logged]:
         ValueError, OSError, ImportError: there is no run, or it cannot be read; the message says
             why.
     """
-    files = _files(path)
     found = []
-    for file in files:
+    for file in _files(path):
         runs = _reader(file)(file)
-        for run in runs:
-            if not run.values:
-                raise ValueError(f"{file} holds no logged step, so there is no run in it")
+        if not runs or not all(run.values for run in runs):
+            raise ValueError(f"{file} holds no logged step, so there is no run in it")
         found += runs
     return found
 
@@ -179,10 +177,6 @@ def _of_trackio(path: Path) -> list[Logged]:
         entries = [(name, step, when, json.loads(text)) for name, step, when, text in rows]
     except (sqlite3.Error, ValueError) as error:
         raise ValueError(f"{path} is not a database of trackio: {error}") from None
-    return _of_entries(path, entries)
-
-
-def _of_entries(path: Path, entries: Sequence[tuple[str, Any, Any, Any]]) -> list[Logged]:
     found: dict[str, Logged] = {}
     for name, step, when, metrics in entries:
         run = found.setdefault(name, Logged(name, path))
@@ -194,8 +188,6 @@ def _of_entries(path: Path, entries: Sequence[tuple[str, Any, Any, Any]]) -> lis
             run.clock[place] = datetime.fromisoformat(str(when)).timestamp()
         except ValueError:
             continue
-    if not found:
-        raise ValueError(f"{path} holds no logged step, so there is no run in it")
     return list(found.values())
 
 
