@@ -131,7 +131,7 @@ def compare(options: argparse.Namespace) -> int:
     for output in (options.html, options.plot, options.json):
         keep_inputs(output, *files)
     record = _record_path(options.what)
-    page_file = _page_file(options, keep=record is None)
+    page_file = options.html or (options.out / "compare.html" if record is None else None)
     shown = {"--plot": options.plot, "--html" if options.html else "the page": page_file}
     keep_apart({"--json": options.json, **shown})
     # The record is the same as what --json writes.
@@ -154,7 +154,7 @@ def compare(options: argparse.Namespace) -> int:
     if record is None:
         found["command"] = command_line(options.arguments)
         found["date"] = date()
-    _write(found, options, keep=record is None)
+    _write(found, options, page_file, keep=record is None)
     return 0 if found["healthy"] else 1
 
 
@@ -271,23 +271,20 @@ def _rows(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _page_file(options: argparse.Namespace, keep: bool) -> Path | None:
-    return options.html or (options.out / "compare.html" if keep else None)
-
-
-def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
-    target = _page_file(options, keep)
+def _write(
+    found: Mapping[str, Any], options: argparse.Namespace, page_file: Path | None, keep: bool
+) -> None:
     if keep:
         options.out.mkdir(parents=True, exist_ok=True)
         write_json(found, options.out / _RECORD)
-    if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, page(found))
+    if page_file is not None:
+        page_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(page_file, page(found))
     if options.plot is not None:
         draw(found, options.plot)
     publish(found, options.json, show)
-    if target is not None:
-        say(f"page: {target.resolve()}")
+    if page_file is not None:
+        say(f"page: {page_file.resolve()}")
 
 
 def _keep_other_record(folder: Path, about: Mapping[str, Any]) -> None:
