@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ def _row(
         "final": _number(float(np.mean(finals))),
         "finals": [_number(each) for each in finals],
         "pairs": len(whole),
-        "against": None if against is None else _interval(against),
+        "against": against and {name: _number(each) for name, each in asdict(against).items()},
         "learned": _number(1 - against.mean / fall) if against and fall else None,
         "broken": {str(run.seed): run.broken_at for run in runs if run.broken_at is not None},
         "parameters": runs[0].parameters or None,
@@ -145,10 +146,10 @@ def _row(
 def _band(whole: Sequence[tuple[Run, Run]], series: Series) -> dict[str, Any] | None:
     if not whole:
         return None
-    band = band_of([series.curve(a) - series.curve(b) for a, b in whole])
+    mean, half = band_of([series.curve(a) - series.curve(b) for a, b in whole])
     return {
-        "mean": [_number(band.mean[i]) for i in series.points],
-        "half": [_number(band.half[i]) for i in series.points] if len(whole) > 1 else None,
+        "mean": [_number(mean[i]) for i in series.points],
+        "half": [_number(half[i]) for i in series.points] if len(whole) > 1 else None,
     }
 
 
@@ -230,10 +231,6 @@ def _kind(row: Mapping[str, Any]) -> str:
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.divide(a, b, out=np.full_like(a, np.nan), where=b > 0)
-
-
-def _interval(found: Interval) -> dict[str, float | None]:
-    return {"mean": _number(found.mean), "low": _number(found.low), "high": _number(found.high)}
 
 
 def _number(value: float) -> float | None:

@@ -41,7 +41,10 @@ def curves(
         decimals: those of the last values, which stand beside the labels.
     """
     height = max(280.0, 26 + _GAP * len(lines))
-    y = _linear(low, high)
+
+    def y(value: float) -> float:
+        return (high - value) / (high - low)
+
     marks = [_grid(y(tick)) for tick in _ticks(low, high)]
     marks += [_path(steps, each, y, 2.5 if n == 0 else 1.6) for n, each in enumerate(lines)][::-1]
     texts = [_tick(y(tick), f"{tick:g}") for tick in _ticks(low, high)]
@@ -207,11 +210,6 @@ def _under(steps: Sequence[int]) -> list[str]:
         f'<span class="t x first" style="left:0">{first}</span>',
         f'<span class="t x last" style="left:100%">{last}</span>',
     ]
-
-
-def _linear(low: float, high: float) -> Callable[[float], float]:
-    span = (high - low) or 1.0
-    return lambda value: (high - value) / span
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Band", "Interval", "band_of", "smooth", "student_t"]
+__all__ = ["Interval", "band_of", "smooth", "student_t"]
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,17 @@ class Interval:
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
-@dataclass(frozen=True)
-class Band:
-    """A mean difference and its interval at each step.
+def band_of(differences: Sequence[Sequence[float] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of curves of one length, one for each pair, and half its interval's width.
 
-    Attributes:
-        mean: the mean of the differences, fp64 of shape (steps,).
-        half: half the width of the interval; infinite for a single pair.
+    Both are fp64 of shape (steps,); the width for a single pair is infinite.
     """
-
-    mean: np.ndarray
-    half: np.ndarray
-
-
-def band_of(differences: Sequence[Sequence[float] | np.ndarray]) -> Band:
-    """A band over curves of one length, one for each pair."""
     curves = np.asarray(differences, dtype=np.float64)
     pairs = len(curves)
     if pairs < 2:
-        return Band(curves[0], np.full(curves.shape[1], np.inf))
+        return curves[0], np.full(curves.shape[1], np.inf)
     deviation = curves.std(axis=0, ddof=1)
-    return Band(curves.mean(axis=0), student_t(pairs - 1) * deviation / math.sqrt(pairs))
+    return curves.mean(axis=0), student_t(pairs - 1) * deviation / math.sqrt(pairs)
 
 
 def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:

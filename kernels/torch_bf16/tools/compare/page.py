@@ -79,15 +79,12 @@ def _verdict(found: Mapping[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for row in found["rows"])
     runs = f"{seeds} paired runs of each" if seeds > 1 else "one run of each"
     steps = f"steps {found['first_step']:,} to {found['last_step']:,}"
-    about = f"{found['what']}: {runs}, {steps}. {_date(found)}"
+    made = f"Made by torch-bf16 compare, {found['date']}" if found.get("date") else ""
+    about = f"{found['what']}: {runs}, {steps}. {made}"
     return (
         f'<section><h1>{escape(title)}</h1><p class="quiet">{escape(about)}</p>'
         f'<ul class="verdict">{"".join(items)}</ul></section>'
     )
-
-
-def _date(found: Mapping[str, Any]) -> str:
-    return f"Made by torch-bf16 compare, {found['date']}" if found.get("date") else ""
 
 
 def _table(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
@@ -302,17 +299,14 @@ def _environment(found: Mapping[str, Any]) -> str:
         [("command", f"<code>{escape(found['command'])}</code>")] if "command" in found else []
     )
     for row in found["rows"]:
-        parts = row.get("described"), _options_that_are_on(row["options"])
+        options_that_are_on = re.sub(r", \w+=False", "", row["options"])
+        parts = row.get("described"), options_that_are_on
         if description := "; ".join(filter(None, parts)):
             entries.append((row["name"], escape(description)))
     for part in ("settings", "environment"):
         entries += [(name, escape(str(value))) for name, value in found.get(part, {}).items()]
     items = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in entries)
     return f"<section><h2>How it was made</h2><dl>{items}</dl></section>" if items else ""
-
-
-def _options_that_are_on(options: str) -> str:
-    return re.sub(r", \w+=False", "", options)
 
 
 def _share(value: float | None) -> str:

@@ -74,11 +74,8 @@ def ends_near(found: Mapping[str, Any]) -> str:
     near = [row for row in found["rows"] if row["verdict"] == FINE]
     if all(_by_chance(row["against"]) or _excess(row, found) > 0 for row in near):
         return f"where {found['reference']} ends"
-    return f"no {_worse(found)} than {found['reference']}"
-
-
-def _worse(found: Mapping[str, Any]) -> str:
-    return HIGHER if found["better"] == LOWER else LOWER
+    worse = HIGHER if found["better"] == LOWER else LOWER
+    return f"no {worse} than {found['reference']}"
 
 
 def _excess(row: Mapping[str, Any], found: Mapping[str, Any]) -> float:
