@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_bf16.tools.output import print_sentences, print_table
+from torch_bf16.tools.output import number, print_sentences, print_table
 
 from .examination import Examination
 from .verdict import Finding, Verdict
@@ -44,10 +44,10 @@ def show(content: Mapping[str, Any], most: int) -> None:
             each["name"],
             each["verdict"],
             _share(each["unmoved"]),
-            _number(each["distance"]),
+            number(each["distance"], 2),
             _share(each["lost"]),
-            _number(each["half_unit"]),
-            _number(each["update"]),
+            number(each["half_unit"], 2),
+            number(each["update"], 2),
             _share(each["update_below_half_unit"]),
         )
         for each in shown
@@ -87,7 +87,3 @@ def _row(each: Finding, compared: bool) -> dict[str, Any]:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}" if 0 < value < 1 else f"{value:.0%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}"
