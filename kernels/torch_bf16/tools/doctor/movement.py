@@ -31,7 +31,7 @@ class Movement:
     """How far the elements of one weight moved; "now" is the later checkpoint.
 
     Attributes:
-        numel: how many elements it has.
+        numel: how many elements it has, at least one.
         moved: elements whose number changed.
         distance: sum of the distances that elements moved.
         below: elements that moved, but by less than half a bf16 spacing.
@@ -61,12 +61,12 @@ class Movement:
     @property
     def unmoved(self) -> float:
         """Share of the elements whose number did not change."""
-        return 1 - self.moved / self.numel if self.numel else 0.0
+        return 1 - self.moved / self.numel
 
     @property
     def half_spacing(self) -> float:
         """Half a bf16 spacing, on average over the elements."""
-        return self.half_spacings / self.numel if self.numel else 0.0
+        return self.half_spacings / self.numel
 
     @property
     def reference(self) -> float | None:
@@ -91,10 +91,10 @@ class Movement:
     def survived(self) -> float | None:
         """How far all elements moved, as a share of how far the small ones among them moved."""
         reference = self.reference
-        if reference is None or not self.numel:
+        if reference is None:
             return None
         went = torch.minimum(self.distances, self.counts * reference).sum()
-        return float(went / (self.counts.sum().clamp(min=1) * reference))
+        return float(went / (self.numel * reference))
 
     @property
     def standing(self) -> float | None:

@@ -84,7 +84,7 @@ def next_update(
     rate = rate if lr is None else lr
     update = known_update(state, group, shape, rate)
     numel = prod(shape)
-    if update is None or not rate or not numel:
+    if update is None or not rate:
         return None
     product = squares = 0.0
     below = 0
