@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch_bf16
-from bf16_autoload import Patches
+from bf16_autoload import Patches, version_numbers
 
 from . import checkpoints, connectors, deepspeed_strategy, fabric_methods, weight_averaging
 
@@ -60,7 +59,7 @@ def on_import(module: ModuleType) -> None:
     except (AttributeError, KeyError) as error:
         host = module.__name__.partition(".")[0]
         version = getattr(sys.modules.get(host), "__version__", "")
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _OLDEST:
+        if version_numbers(version) >= _OLDEST:
             raise
         why = f"the modes need {host} 2.5 or newer, and this is {version or 'older'}"
         for name in ("AcceleratorConnector", "_AcceleratorConnector", "_Connector"):
