@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import torch
 from paired_runs import CONTROL, REFERENCE, TO_NEAREST, Run, final_loss, origin, run_all, train
 from records import make_room_for
 from rich.console import Console
@@ -42,13 +41,7 @@ RATES = (1e-4, 3e-5, 1e-5, 3e-6, 1e-6)
 def help_topics() -> Corpus:
     """Return Python's help topics; every tenth one is for validation."""
     texts = [topics[name].encode() for name in sorted(topics)]
-    parts = {"train": [t for i, t in enumerate(texts) if i % 10], "validation": texts[::10]}
-    return Corpus(
-        **{
-            name: torch.frombuffer(bytearray(b"\n".join(some)), dtype=torch.uint8)
-            for name, some in parts.items()
-        }
-    )
+    return Corpus.of([text for i, text in enumerate(texts) if i % 10], texts[::10])
 
 
 def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, list[float]]]]:

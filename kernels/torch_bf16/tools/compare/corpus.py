@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,12 @@ class Corpus:
 
     train: torch.Tensor
     validation: torch.Tensor
+
+    @classmethod
+    def of(cls, train: Sequence[bytes], validation: Sequence[bytes]) -> Corpus:
+        """Join texts by newlines."""
+        joined = (bytearray(b"\n".join(texts)) for texts in (train, validation))
+        return cls(*(torch.frombuffer(each, dtype=torch.uint8) for each in joined))
 
 
 def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
@@ -46,12 +52,7 @@ def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
             f"{root} holds too few .py files for a corpus of {n_bytes} bytes. If this Python comes "
             "without the sources of its standard library, use one from python.org or conda"
         )
-    return Corpus(
-        **{
-            name: torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
-            for name, texts in parts.items()
-        }
-    )
+    return Corpus.of(**parts)
 
 
 class Windows:
