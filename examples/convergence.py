@@ -34,6 +34,7 @@ from records import make_room_for
 from rich.console import Console
 from rich.table import Table
 
+from torch_bf16.tools.arguments import count
 from torch_bf16.tools.compare.corpus import load_corpus
 from torch_bf16.tools.compare.intervals import Interval
 from torch_bf16.tools.output import write_json
@@ -135,14 +136,14 @@ def plot(differences: dict[str, Interval], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=count, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
         "--one-bit",
         action="store_true",
         help="both fp32 runs once more, with one weight that is the next number: what chance does",
     )
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=count, default=1000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument(
@@ -155,13 +156,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES], default=[*RECIPES])
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=128)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="folder")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a claim fails")
     args = parser.parse_args(arguments)
-    for name in ("seeds", "steps", "workers"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if "ScheduleFree" in args.optimizer and find_spec("schedulefree") is None:
         needed = "needs the package schedulefree: pip install schedulefree"
         parser.error(f"--optimizer {args.optimizer} {needed}")

@@ -37,6 +37,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from torch_bf16.tools.arguments import count
 from torch_bf16.tools.compare.corpus import batches, load_corpus
 from torch_bf16.tools.output import write_json
 
@@ -165,7 +166,7 @@ def verdicts(runs: list[dict]) -> list[tuple[bool, str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=64)
@@ -177,8 +178,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--validation-batches", type=int, default=64)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        parser.error(f"--seeds {args.seeds} must be at least 1")
     make_room_for(args.output)
     runs = list(study(args))
     found = verdicts(runs)

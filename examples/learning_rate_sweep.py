@@ -25,6 +25,7 @@ from rich.table import Table
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.tools.arguments import count
 from torch_bf16.tools.compare.corpus import Corpus, load_corpus
 from torch_bf16.tools.compare.intervals import Interval
 from torch_bf16.tools.output import write_json
@@ -147,18 +148,14 @@ def plot(shares: dict[str, dict[float, Interval | None]], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=count, default=5)
+    parser.add_argument("--steps", type=count, default=500)
     parser.add_argument("--pretraining-steps", type=int, default=2000)
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=128)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("learning_rate_sweep"), help="folder")
-    args = parser.parse_args(arguments)
-    for name in ("seeds", "steps", "workers"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
-    return args
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

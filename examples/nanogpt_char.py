@@ -27,6 +27,7 @@ from records import make_room_for
 from torch import Tensor
 
 import torch_bf16
+from torch_bf16.tools.arguments import count
 from torch_bf16.tools.compare.corpus import batches
 from torch_bf16.tools.output import write_json
 
@@ -114,12 +115,10 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, as one file")
     parser.add_argument("--steps", type=int, default=Settings.max_iters)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=count, default=1)
     parser.add_argument("--eval-batches", type=int, default=Settings.eval_batches)
     parser.add_argument("--json", type=Path, help="a file for the settings and all losses")
     args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        parser.error(f"--seeds {args.seeds} must be at least 1")
     make_room_for(args.json)
     settings = Settings(max_iters=args.steps, eval_batches=args.eval_batches)
     losses: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}

@@ -162,10 +162,10 @@ def test_a_share_of_no_improvement_is_none() -> None:
 @pytest.mark.parametrize(
     ("main", "options", "said"),
     [
-        (convergence.main, ["--seeds=0"], "--seeds 0 must be at least 1"),
+        (convergence.main, ["--seeds=0"], "--seeds: '0' is not a whole number of 1 or more"),
         (convergence.main, ["--optimizer=AdamWScheduleFree"], "pip install schedulefree"),
-        (sweep.main, ["--steps=0"], "--steps 0 must be at least 1"),
-        (nanogpt_char.main, ["--text=none.txt", "--seeds=0"], "--seeds 0 must be at least 1"),
+        (sweep.main, ["--steps=0"], "--steps: '0' is not a whole number of 1 or more"),
+        (nanogpt_char.main, ["--text=none.txt", "--seeds=0"], "--seeds: '0' is not a whole"),
     ],
 )
 def test_what_a_study_cannot_do_is_refused_by_name(
