@@ -16,7 +16,7 @@ from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.arguments import add_json_argument, count, keep_inputs, positive_number
 from torch_bf16.tools.output import exit_status, progress_line, publish
 
-from .host import Host, planned_rates
+from .host import planned_rates
 from .observation import Observation
 from .report import record, show
 from .runs import KINDS, observe
@@ -128,10 +128,9 @@ def _check(found: Observation) -> None:
 
 def _plan(found: Observation, asked: int | None) -> list[str]:
     """Follow the schedule to its end, set each parameter's length of the run, and return notes."""
-    host = found.host or Host("pytorch")
-    total = asked or host.steps or _TOTAL_STEPS
+    total = asked or found.host.steps or _TOTAL_STEPS
     notes = []
-    if asked is None and host.steps is None:
+    if asked is None and found.host.steps is None:
         notes.append(
             f"the run is assumed to take {total:,} steps: what is lost depends on their number, so "
             "give it as --total-steps"

@@ -38,7 +38,7 @@ class Host:
         steps: the length of the whole run, if the host knows it.
     """
 
-    name: str
+    name: str = "pytorch"
     steps: int | None = None
 
 
@@ -60,7 +60,7 @@ def host_of(frame: FrameType | None) -> Host:
         owners = [owner for name, owner in found if name == wanted]
         if owners:
             return Host(wanted, next(filter(None, map(_steps, owners)), None))
-    return Host("pytorch")
+    return Host()
 
 
 def _steps(owner: Any) -> int | None:

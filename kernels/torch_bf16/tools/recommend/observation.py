@@ -70,7 +70,7 @@ class Observation:
     rates: list[list[list[float]]] = field(default_factory=list)
     schedulers: list[list[Any]] = field(default_factory=list)
     parameters: dict[int, ParameterSums] = field(default_factory=dict)
-    host: Host | None = None
+    host: Host = field(default_factory=Host)
     models: Models = field(default_factory=Models)
     converted: list[str] = field(default_factory=list)
     unseen: set[str] = field(default_factory=set)
@@ -261,7 +261,7 @@ class Observer:
                 f"{', '.join(sorted(map(str, kinds)))}, but recipes are for fp32 weights that "
                 "become bf16: give it weights in fp32 (precision='32-true', dtype=torch.float32)"
             )
-        if found.host is None:
+        if len(found.optimizers) == 1:
             found.host = host_of(sys._getframe())
         found.models.add(parameters)
         if isinstance(optimizer, BF16Optimizer):

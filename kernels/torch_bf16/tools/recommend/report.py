@@ -12,7 +12,6 @@ from torch_bf16.tools.estimate.shapes import ModelShapes
 from torch_bf16.tools.output import number, print_sentences, print_table, share
 from torch_bf16.tools.sampling import STALLING
 
-from .host import Host
 from .lines import launch_line, lines, literal, without_variable
 from .observation import Observation
 from .ranges import ranges
@@ -43,7 +42,6 @@ def record(
         held: the memory that each precision takes.
         notes: caveats for the user; mutated.
     """
-    host = found.host or Host("pytorch")
     rates = [abs(lr) for run in found.rates for row in run for lr in row if not math.isnan(lr)]
     kept = {"keep_fp32": found.models.kept} if found.models.kept else {}
     chosen = replace(verdict.chosen, options={**verdict.chosen.options, **kept})
@@ -52,7 +50,7 @@ def record(
         "schema": 1,
         "kind": "recommend",
         "command": command,
-        "host": host.name,
+        "host": found.host.name,
         "optimizers": [type(each).__name__ for each in found.optimizers],
         "steps": max(found.steps),
         "observed_steps": found.observed_steps,
@@ -64,8 +62,8 @@ def record(
         "spacings_per_step": rounded(verdict).spacings() / total,
         "thresholds": {"distance": DISTANCE, "layer_distance": LAYER_DISTANCE},
         "recommended": verdict.chosen.name,
-        "lines": lines(host.name, chosen, command),
-        "launch": launch_line(host.name, chosen, command),
+        "lines": lines(found.host.name, chosen, command),
+        "launch": launch_line(found.host.name, chosen, command),
         "recipes": _recipes(verdict, held, peak),
         "layers": [_layer(each, total) for each in verdict.layers],
         "ranges": ranges(verdict, found.models.passing),
