@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from torch_bf16.errors import described
 from torch_bf16.model.casting import cast_model
@@ -272,7 +272,7 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
     autocast = precision.autocast or precision.recipe is not None
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         if precision.dtype == torch.bfloat16 and not autocast:
-            inputs = _to_bf16(inputs)
+            inputs = tree_map(lambda x: x.bfloat16() if x.is_floating_point() else x, inputs)
         output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
         loss = getattr(output, "loss", None)
         if not isinstance(loss, Tensor):
@@ -287,12 +287,6 @@ def _mean(output: Any) -> Tensor:
     if not floats:
         raise ValueError("its output depends on no trainable parameter")
     return torch.stack([each.float().mean() for each in floats]).sum()
-
-
-def _to_bf16(inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return inputs
-    return [x.bfloat16() if x.is_floating_point() else x for x in inputs]
 
 
 class _Taken:
