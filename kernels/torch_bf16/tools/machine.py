@@ -91,17 +91,16 @@ def hardware(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = f"sm_{properties.major}{properties.minor}"
+        runtime = f"CUDA {torch.version.cuda}"
         if torch.version.hip:
             # Builds for CUDA have it, too: there it is the name.
-            capability = properties.gcnArchName
+            capability, runtime = properties.gcnArchName, f"ROCm {torch.version.hip}"
         found |= {
             "device": properties.name,
             "capability": capability,
             "device_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
-            "runtime": f"ROCm {torch.version.hip}"
-            if torch.version.hip
-            else f"CUDA {torch.version.cuda}",
+            "runtime": runtime,
         }
     return found
 
