@@ -96,10 +96,6 @@ def init(original: Any) -> Any:
     return __init__
 
 
-def _represent(dumper: Any, name: ModeName) -> Any:
-    return dumper.represent_str(str(name))
-
-
 def add_mixed_precision(module: Any, patches: Patches) -> None:
     """Let the mode's name equal "bf16" when scripts compare it, until all is put back."""
     from yaml.representer import Representer, SafeRepresenter
@@ -118,7 +114,9 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
 
     # Accelerate's tracker for TensorBoard writes what a script configures as YAML.
     for each in (SafeRepresenter, Representer):
-        patches.add(each.yaml_representers, ModeName, _represent)
+        patches.add(
+            each.yaml_representers, ModeName, lambda dumper, name: dumper.represent_str(str(name))
+        )
 
     if replace_property(patches, module.Accelerator, "mixed_precision", make):
         LIVING.restore()
@@ -268,12 +266,6 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
     return result
 
 
-def _passes_per_step(accelerator: Any) -> int:
-    """The number of backward passes per step; a Trainer's arguments win."""
-    settings = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
-    return settings.gradient_accumulation_steps
-
-
 @contextmanager
 def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     """A context in which Accelerate sees the mode "no", so that it leaves bf16 weights alone."""
@@ -302,9 +294,11 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         with Patches() as patches:
             patches.set(accelerator.state, "_mixed_precision", "no")
             yield _current
+        # A Trainer's arguments win.
+        settings = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
         _current.setup_training(
             list(_wrapped_models(accelerator)),
-            _passes_per_step(accelerator),
+            settings.gradient_accumulation_steps,
             sync_each=accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
         lines = list(_current.report())
