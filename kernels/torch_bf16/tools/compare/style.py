@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 __all__ = ["STYLE", "colours", "inks"]
@@ -30,18 +31,10 @@ def inks(names: Sequence[str], reference: str) -> Mapping[str, str]:
 
 def _numbers(names: Sequence[str], reference: str) -> dict[str, int]:
     usual = {name: _USUAL[name] for name in names if name in _USUAL}
-    free = [n for n in range(1, len(_PALETTE)) if n not in usual.values()]
-    found: dict[str, int] = {}
-    rest = 0
-    for name in names:
-        if name == reference:
-            number = _REFERENCE
-        elif name in usual:
-            number = usual[name]
-        else:
-            number, rest = free[rest % len(free)], rest + 1
-        found[name] = number
-    return found
+    free = itertools.cycle(n for n in range(1, len(_PALETTE)) if n not in usual.values())
+    return {
+        name: _REFERENCE if name == reference else usual.get(name) or next(free) for name in names
+    }
 
 
 def _series(ground: int) -> str:
