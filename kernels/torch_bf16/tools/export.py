@@ -46,10 +46,9 @@ def export(options: argparse.Namespace) -> int:
         CheckpointError, OSError, ValueError: the weights cannot be read, or the output would
             overwrite the checkpoint; nothing was written.
     """
-    source, arguments = options.checkpoint, (options.output, options.dtype, options.optimizer)
-    keep_inputs(options.output, source, options.optimizer)
-    saved = open_checkpoint(source, verify=True)
+    keep_inputs(options.output, options.checkpoint, options.optimizer)
+    saved = open_checkpoint(options.checkpoint, verify=True)
     for note in saved.notes:
         say(f"note: {note}")
-    print(export_weights(saved, *arguments))
+    print(export_weights(saved, options.output, options.dtype, options.optimizer))
     return 0
