@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -109,12 +110,8 @@ def table(found: dict[str, list[float]]) -> Table:
             limit = f"> {CLEARLY_WORSE}" if name == CONTROL else f"<= {CLOSE_ENOUGH[name]}"
             verdict = (limit, "holds" if holds(name, to_fp32[name]) else "DOES NOT HOLD")
         differences = (str(each.get(name, "")) for each in (to_fp32, to_mixed))
-        rows.add_row(name, f"{mean(losses_of_seeds):.4f}", *differences, *verdict)
+        rows.add_row(name, f"{statistics.fmean(losses_of_seeds):.4f}", *differences, *verdict)
     return rows
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def plot(differences: dict[str, Interval], path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 
@@ -88,7 +89,9 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
         with torch.no_grad():
             first = next(model.parameters()).view(-1)[:1]
             first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
-    precision = nullcontext if recipe == REFERENCE else _autocast
+    precision = (
+        nullcontext if recipe == REFERENCE else partial(torch.autocast, "cpu", torch.bfloat16)
+    )
     stored = replace(recipe, seed=run.seed) if isinstance(recipe, Recipe) else None
     if stored is not None and run.optimizer in VARIANTS:
         torch_bf16.cast_model(model, stored)
@@ -135,10 +138,6 @@ def _optimizer(run: Run, model: GPT, stored: Recipe | None) -> torch.optim.Optim
 def final_loss(run: Run, recipe: Recipe | str, corpus: Corpus) -> float:
     """Return only the loss of :func:`train`: a tensor that a process returns keeps a file open."""
     return train(run, recipe, corpus)[0]
-
-
-def _autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
 
 
 def run_all(
