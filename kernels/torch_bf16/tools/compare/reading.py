@@ -30,17 +30,18 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
     Raises:
         ValueError, OSError, ImportError: something is not a run, or has no such metric.
     """
+    pairs = [_split(word) for word in words]
     found: dict[str, list[Logged]] = {}
-    for word, name in zip(words, _names(words), strict=True):
-        path, run = _path_of(word)
-        logged = logged_in(path)
+    for (given, place), name in zip(pairs, _names(pairs), strict=True):
+        path, run = _path_of(place)
+        logged = in_file = logged_in(path)
         if run is not None:
-            logged = [each for each in logged if each.run == run]
+            logged = [each for each in in_file if each.run == run]
             if not logged:
-                known = ", ".join(each.run for each in logged_in(path))
+                known = ", ".join(each.run for each in in_file)
                 raise ValueError(f"{path} has no run {run!r}; those in it: {known}")
         for each in logged:
-            named = _split(word)[0] or run is not None or not each.run
+            named = given or run is not None or not each.run
             found.setdefault(name if named else each.run, []).append(each)
     chosen = metric or _metric_of([run for runs in found.values() for run in runs])
     rows = {
@@ -56,9 +57,8 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
     return rows, chosen
 
 
-def _names(words: Sequence[str]) -> list[str]:
+def _names(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """A name for each word: what precedes ``=``, else as much of its path as identifies it."""
-    pairs = [_split(word) for word in words]
     paths = [os.path.normpath(path) for name, path in pairs]
     folders = [
         os.path.dirname(p) if os.path.splitext(p)[1] in (".csv", ".json") else p for p in paths
@@ -72,6 +72,7 @@ def _names(words: Sequence[str]) -> list[str]:
 
 
 def _split(word: str) -> tuple[str, str]:
+    """The name, empty if there is none, and the path of a word."""
     # A folder may be called lr=0.001.
     if any(os.path.exists(path) for path in (word, word.rpartition(":")[0]) if path):
         return "", word
@@ -79,8 +80,7 @@ def _split(word: str) -> tuple[str, str]:
     return (name, path) if equals and name and path and os.sep not in name else ("", word)
 
 
-def _path_of(word: str) -> tuple[Path, str | None]:
-    path = _split(word)[1]
+def _path_of(path: str) -> tuple[Path, str | None]:
     file, colon, run = path.rpartition(":")
     if colon and file.endswith(".db"):
         return Path(file), run
