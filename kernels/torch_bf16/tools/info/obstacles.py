@@ -162,7 +162,6 @@ _READERS: Mapping[str, Callable[[dict[str, str]], Any]] = {
 def _backends() -> Iterator[Obstacle]:
     for device in devices():
         try:
-            fastest = "triton" if device.type == "cuda" else "cpu"
             chosen = choose(device).name
         except BackendUnavailableError as error:
             yield Obstacle("refused", str(error), "unset TORCH_BF16_BACKEND")
@@ -170,7 +169,7 @@ def _backends() -> Iterator[Obstacle]:
         # Already reported for the variable.
         except ValueError:
             continue
-        reason = explain(device).get(fastest)
+        reason = explain(device)["triton" if device.type == "cuda" else "cpu"]
         if chosen == "eager" and reason:
             yield Obstacle(
                 "slow",
