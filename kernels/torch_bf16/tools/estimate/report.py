@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch_bf16.tools.output import print_sentences, print_table
@@ -81,10 +82,7 @@ def show(found: Mapping[str, Any]) -> None:
     names = [name for name in names if name == "master" or any(each[name] for each in rows)]
     unit, size = ("GB", 10**9) if rows[0]["peak"] > 10**9 else ("MB", 10**6)
     table = []
-
-    def cell(count: int | None) -> str:
-        return _number(count, size)
-
+    cell = partial(_number, unit=size)
     for each in rows:
         cells = [_label(each), *(cell(each[name]) for name in names), cell(each["peak"])]
         replica = [cell(each["replica_peak"])] if ranks > 1 else []
