@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from torch_bf16.environment import options_from_environment
 from torch_bf16.errors import described, with_article
@@ -164,7 +164,9 @@ class Trained:
         """
         if self.row.autocast or self.row.recipe is not None or self.row.dtype == torch.float32:
             return batch
-        return tree_map(_to_bf16, batch)
+        return tree_map_only(
+            Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, batch
+        )
 
     def twin(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
         """The same optimizer over other, fp32 parameters, in the same groups.
@@ -266,8 +268,3 @@ def set_rate(group: dict[str, Any], lr: float | None) -> None:
         group["lr"].fill_(lr)
     elif lr is not None:
         group["lr"] = lr
-
-
-def _to_bf16(value: Any) -> Any:
-    floats = isinstance(value, Tensor) and value.is_floating_point()
-    return value.bfloat16() if floats else value

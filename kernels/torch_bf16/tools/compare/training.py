@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from torch_bf16.errors import described
 from torch_bf16.tools.factory import backward, loss_of
@@ -255,7 +255,7 @@ class OngoingRun:
 
 def move(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a batch to a device."""
-    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
+    return tree_map_only(Tensor, lambda each: each.to(device), batch)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> str:
