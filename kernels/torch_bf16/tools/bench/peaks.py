@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,21 +17,13 @@ from .models import Shapes
 __all__ = ["measure_peaks", "peak_bytes"]
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Row = TypeVar("_Row", bound=_Named)
-
-
 def measure_peaks(
-    rows: Iterable[_Row], peak: Callable[[_Row], int | None]
+    rows: Iterable[Any], peak: Callable[[Any], int | None]
 ) -> tuple[dict[str, int | None], bool]:
     """Measure rows one by one, now that this process holds no tensors; say of which none is known.
 
     Args:
-        rows: the rows to measure.
+        rows: the rows to measure, which have names.
         peak: a row's peak in bytes, or None.
 
     Returns:
