@@ -9,7 +9,7 @@ VOCABULARY = 258
 PAD, EOS = 256, 257
 
 
-def make_llama(*, width: int = 128, layers: int = 4, context: int = 128) -> LlamaForCausalLM:
+def make_llama(*, width: int, layers: int, context: int) -> LlamaForCausalLM:
     """Return the model with fresh weights, drawn from torch's generator."""
     return LlamaForCausalLM(LlamaConfig(**llama_sizes(width, layers, context)))
 

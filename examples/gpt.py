@@ -46,20 +46,19 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps bytes to logits of the next byte. The output layer shares the embedding's weight."""
 
-    def __init__(self, config: GPTConfig | None = None) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config or GPTConfig()
-        width = self.config.width
-        self.embedding = nn.Embedding(self.config.vocabulary, width)
-        self.positions = nn.Embedding(self.config.context, width)
-        self.blocks = nn.ModuleList(Block(self.config) for _ in range(self.config.layers))
+        width = config.width
+        self.embedding = nn.Embedding(config.vocabulary, width)
+        self.positions = nn.Embedding(config.context, width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, self.config.vocabulary, bias=False)
+        self.head = nn.Linear(width, config.vocabulary, bias=False)
         self.apply(self._initialise)
         for block in self.blocks:
             # Each block adds twice to the residual stream: keep its variance independent of depth.
             for layer in (block.attention_out, block.contract):
-                nn.init.normal_(layer.weight, std=0.02 * (2 * self.config.layers) ** -0.5)
+                nn.init.normal_(layer.weight, std=0.02 * (2 * config.layers) ** -0.5)
         self.head.weight = self.embedding.weight
 
     @staticmethod
