@@ -79,7 +79,7 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
         for seed in seeds
         for name, recipe in kinds.items()
     }
-    results = run_all(jobs.items(), args.workers, "runs")
+    results = run_all(jobs, args.workers, "runs")
     return {name: [results[name, seed] for seed in seeds] for name in kinds}
 
 

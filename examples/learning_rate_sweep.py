@@ -57,7 +57,7 @@ def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, 
     }
     weights = {
         seed: result[1]
-        for seed, result in run_all(pretraining.items(), args.workers, "pretraining").items()
+        for seed, result in run_all(pretraining, args.workers, "pretraining").items()
     }
 
     def fine_tuning(seed: int, steps: int, lr: float) -> Run:
@@ -86,7 +86,7 @@ def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, 
         )
         for seed in seeds
     }
-    results = run_all(jobs.items(), args.workers, "fine-tuning")
+    results = run_all(jobs, args.workers, "fine-tuning")
     before = [results["before", 0.0, seed] for seed in seeds]
     after = {
         name: {lr: [results[name, lr, seed] for seed in seeds] for lr in RATES}

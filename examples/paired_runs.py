@@ -11,7 +11,7 @@ import signal
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -140,19 +140,16 @@ def final_loss(run: Run, recipe: Recipe | str, corpus: Corpus) -> float:
     return train(run, recipe, corpus)[0]
 
 
-def run_all(
-    jobs: Iterable[tuple[Any, Callable[[], Any]]], workers: int, title: str
-) -> dict[Any, Any]:
+def run_all(jobs: Mapping[Any, Callable[[], Any]], workers: int, title: str) -> dict[Any, Any]:
     """Call each job in one of ``workers`` single-threaded processes; return results by key.
 
     What a job raises, and whatever ends this process, ends all others at once.
 
     Args:
-        jobs: pairs of a key and a picklable call.
+        jobs: picklable calls by their keys.
         workers: number of processes; with 1, the jobs run in this one.
         title: title of the progress bar.
     """
-    jobs = dict(jobs)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

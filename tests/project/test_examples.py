@@ -223,7 +223,7 @@ def test_a_run_that_fails_ends_a_study_at_once(workers: int, monkeypatch) -> Non
     start = time.monotonic()
     jobs = {0: fail, **{number: partial(time.sleep, 60) for number in range(1, 4)}}
     with pytest.raises(ArithmeticError, match="a run that fails"):
-        paired_runs.run_all(jobs.items(), workers, "runs")
+        paired_runs.run_all(jobs, workers, "runs")
     assert time.monotonic() < start + 40
 
 
@@ -231,7 +231,7 @@ def test_runs_in_this_process_have_one_thread_and_leave_the_others_as_they_were(
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert paired_runs.run_all([("run", torch.get_num_threads)], 1, "runs") == {"run": 1}
+        assert paired_runs.run_all({"run": torch.get_num_threads}, 1, "runs") == {"run": 1}
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
