@@ -40,7 +40,7 @@ def record(
         verdict: what follows from it.
         shapes: the shapes of the models.
         held: the memory that each precision takes.
-        notes: caveats for the user; mutated.
+        notes: caveats for the user.
     """
     rates = [abs(lr) for run in found.rates for row in run for lr in row if not math.isnan(lr)]
     kept = {"keep_fp32": found.models.kept} if found.models.kept else {}
@@ -67,8 +67,13 @@ def record(
         "recipes": _recipes(verdict, held, peak),
         "layers": [_layer(each, total) for each in verdict.layers],
         "ranges": ranges(verdict, found.models.passing),
-        "notes": notes,
+        "notes": [*notes, *_notes(found)],
     }
+    return {**content, "reasons": reasons(content)}
+
+
+def _notes(found: Observation) -> list[str]:
+    notes = []
     if found.converted:
         notes.append(
             f"{', '.join(found.converted)} steps over bf16 weights, so what it intends is lost "
@@ -80,10 +85,10 @@ def record(
             "BaseException:`, and went on until its next step or its own end; `except Exception:` "
             "lets it pass"
         )
-    if kept:
-        unsaid = without_variable(found.models.kept)
+    if kept := found.models.kept:
+        unsaid = without_variable(kept)
         notes.append(
-            f"what keep_fp32={literal(found.models.kept)} keeps in fp32 was judged as such, so the "
+            f"what keep_fp32={literal(kept)} keeps in fp32 was judged as such, so the "
             "lines to write repeat it"
             + (f"; a shell's variable cannot say {literal(unsaid)}" if unsaid else "")
         )
@@ -94,8 +99,7 @@ def record(
             f"{len(found.unseen)} weights were not measured: what their optimizer writes is not "
             "known in advance"
         )
-    content["reasons"] = reasons(content)
-    return content
+    return notes
 
 
 def rounded(verdict: Verdict) -> Layer:
