@@ -165,6 +165,21 @@ def test_weights_that_are_loaded_between_steps_are_exact(recipe, made, joins):
     assert all(remainders.find_remainder(shard_of(p)) is None for p in net.parameters())
 
 
+@pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adamax])
+@pytest.mark.parametrize("recipe", [RECIPES["remainder"], RECIPES["beside"]], ids=lambda r: r.name)
+def test_weights_that_are_loaded_between_steps_are_saved_exactly(recipe, made):
+    net, source = network(1), network().state_dict()
+    optimizer = prepared(net, recipe, made)
+    train(net, optimizer)
+    net.load_state_dict(source)
+    saved = net.state_dict(), optimizer.state_dict()
+    again = network(2)
+    other = prepared(again, recipe, made)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert_equal(exact(again, other), source.values())
+
+
 @pytest.mark.parametrize("looks", [False, True], ids=["", "data read"])
 def test_weights_that_are_loaded_before_a_step_that_fails_stay_exact(looks):
     net, source = network(1), network().state_dict()

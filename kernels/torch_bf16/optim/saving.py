@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import holds_host_memory, set_seen
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
@@ -16,6 +15,7 @@ from torch_bf16.sharding import any_flattened, shard_of, unit_of
 from torch_bf16.states import schema
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import (
+    MASTERS,
     gatherable,
     planes_of_master,
     to_view,
@@ -79,7 +79,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 if key in states:
                     state = state_dict["state"][key]
                     states[key] = gatherable(state, parameter, *in_units[parameter])
-            elif REMAINDERS & states.get(key, {}).keys():
+            elif MASTERS & states.get(key, {}).keys():
                 state = state_dict["state"][key]
                 states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
