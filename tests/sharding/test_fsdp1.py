@@ -110,8 +110,12 @@ def test_exact_weights_of_gathered_parameters_are_refused(ranks):
     ranks(4, read_gathered)
 
 
-def saved_whole(file):
-    run = Run(CASE, RECIPES[0]).train(range(3))
+def saved_whole(file, recipe=RECIPES[0], factor=None):
+    run = Run(CASE, recipe).train(range(3))
+    if factor is not None:
+        with FSDP.summon_full_params(run.model), torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(factor)
     with FSDP.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):
         weights, states = run.model.state_dict(), FSDP.optim_state_dict(run.model, run.optimizer)
     if dist.get_rank() == 0:
@@ -129,6 +133,15 @@ def test_a_gathered_checkpoint_exports_exact_weights(ranks, tmp_path):
         if weight.ndim < 2:
             exact = join16(expected[name], expected[f"{name}/remainder16"])
         assert torch.equal(weight, exact), name
+
+
+def test_a_checkpoint_after_a_write_has_no_remainders_of_the_old_weights(ranks, tmp_path):
+    ranks(4, saved_whole, tmp_path / "whole.pt", RECIPES[1], 0.75)
+    export_file(tmp_path / "whole.pt", tmp_path / "fp32.pt")
+    weights = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    found = torch.load(tmp_path / "fp32.pt", weights_only=True)
+    for name, weight in found.items():
+        assert torch.equal(weight, weights[name].float()), name
 
 
 def trained_between(case, recipe, before, after, steps):

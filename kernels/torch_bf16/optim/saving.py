@@ -69,20 +69,21 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    shared, in_units = schema.unowned_states(state_dict), _names_in_units(optimizer)
-    states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
+    states, in_units = dict(state_dict["state"]), _names_in_units(optimizer)
     for number, saved_group in enumerate(state_dict["param_groups"]):
         group = optimizer.param_groups[number]
         for position, key in enumerate(saved_group["params"]):
             parameter = group["params"][position]
-            if any_flattened([parameter]):
-                if key in states:
-                    state = state_dict["state"][key]
+            flattened = any_flattened([parameter])
+            if key in states:
+                state = states[key]
+                if not MASTERS.isdisjoint(state):
+                    state = without_remainders(optimizer, shard_of(parameter), state)
+                if flattened:
                     states[key] = gatherable(state, parameter, *in_units[parameter])
-            elif MASTERS & states.get(key, {}).keys():
-                state = state_dict["state"][key]
-                states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
-            elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
+                else:
+                    states[key] = to_view(state)
+            elif not flattened and remainders.find_remainder(shard := shard_of(parameter)):
                 # Before the first step: the bits that the cast took are stored nowhere else.
                 label = functools.partial(optimizer.label, number, position)
                 state = optimizer._complete({}, shard, group, label, Changes())
