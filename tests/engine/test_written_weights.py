@@ -119,6 +119,29 @@ def test_what_is_put_back_between_steps_is_no_write_of_others():
         assert not any(map(torch.equal, exact, (each.detach().float() for each in parameters)))
 
 
+@pytest.mark.parametrize("between", ["idle", "skipped"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.ASGD])
+def test_what_is_put_back_around_a_step_without_it_keeps_its_master(kind, between):
+    """An evaluation copies an average into a weight, and the weight back, in a GAN's other turn."""
+    parameters = separate()
+    optimizer = convert(kind(parameters, lr=1e-3), "bf16-fp32-master")
+    take_steps(optimizer, range(2))
+    before = optimizer.exact_weight(parameters[0])
+    for _ in range(3):
+        weight = parameters[0].detach().clone()
+        with torch.no_grad():
+            parameters[0].copy_(weight * 2)
+            parameters[0].copy_(weight)
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        if between == "idle":
+            parameters[0].grad = None
+        else:
+            optimizer.skip_next_step_where(torch.ones(()))
+        optimizer.step()
+        assert torch.equal(optimizer.exact_weight(parameters[0]), before)
+
+
 def test_versions_are_summed_where_steps_raise_them_alike():
     parameters = separate()
     snapshots = [Snapshot.of(shard_of(each)) for each in parameters]

@@ -70,7 +70,7 @@ class DataWatch:
     A watch lasts as long as that optimizer holds it.
 
     Attributes:
-        version: the parameter's version when the bytes were saved.
+        version: the parameter's version when the bytes were saved, or when a step compared them.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -213,7 +213,8 @@ def zero_written(
         raised = version != snapshot.version
         watch.note_writes(raised, changed is not None)
         if watch.knows(snapshot.version):
-            snapshot.version = version
+            # The bytes stay, if the step leaves the weight alone.
+            snapshot.version = watch.version = version
         size += local(parameter).numel() if raised else 0
         if changed is None:
             continue
