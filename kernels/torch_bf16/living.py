@@ -28,10 +28,6 @@ class LivingSet(Generic[T]):
         if key not in references:
             references[key] = weakref.ref(member, lambda _: references.pop(key, None))
 
-    def discard(self, member: T) -> None:
-        """Remove an object if it is there."""
-        self._references.pop(id(member), None)
-
     def __iter__(self) -> Iterator[T]:
         # One call into C: no other thread runs meanwhile.
         for reference in [*self._references.values()]:

@@ -12,6 +12,7 @@ from torch import nn
 import torch_bf16
 from torch_bf16.model import remainders
 from torch_bf16.numerics.rounding import split16
+from torch_bf16.optim import inherited_masters
 from torch_bf16.sharding import shard_of
 
 RECIPES = {
@@ -236,3 +237,25 @@ def test_an_optimizer_whose_conversion_was_refused_passes_nothing_on(recipe):
     with pytest.raises(torch_bf16.StateMismatchError):
         torch_bf16.convert(refused, recipe)
     step(make(model, recipe), 1)
+
+
+def test_a_master_that_was_set_before_any_step_is_passed_on(recipe):
+    model = cast(recipe)
+    first = make(model, recipe)
+    value = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    first.set_exact_weight(model[0].weight, value)
+    assert torch.equal(make(model, recipe).exact_weight(model[0].weight), value)
+
+
+def test_a_new_optimizer_does_not_look_through_others_that_have_no_masters(recipe, monkeypatch):
+    """One for each of thousands of parameters would look at millions."""
+    looked = []
+    waiting = inherited_masters._waiting
+    monkeypatch.setattr(
+        inherited_masters, "_waiting", lambda *given: looked.append(1) or waiting(*given)
+    )
+    kept = [make(nn.Linear(4, 4).bfloat16(), recipe) for _ in range(3)]
+    assert not looked
+    step(kept[0], 0)
+    kept.append(make(nn.Linear(4, 4).bfloat16(), recipe))
+    assert looked

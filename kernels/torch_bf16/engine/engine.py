@@ -79,7 +79,7 @@ class Release(Protocol):
 _engines: LivingSet[Engine] = LivingSet()
 
 
-def _no_model() -> None:
+def _unknown() -> None:
     return None
 
 
@@ -117,6 +117,7 @@ class Engine:
         shares: each group, and its share of the average in the last step, if schedule-free.
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.
+        optimizer: a weak reference to the optimizer itself, not to a wrapper that runs its methods.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
@@ -133,7 +134,8 @@ class Engine:
         self.steps = 0
         self.blended_steps: list[int] = []
         self.shares: list[tuple[Mapping[str, Any], float]] = []
-        self.model: Callable[[], nn.Module | None] = _no_model
+        self.model: Callable[[], nn.Module | None] = _unknown
+        self.optimizer: Callable[[], Any] = _unknown
         self.pending = Pending()
         self.invalidate()
         _engines.add(self)

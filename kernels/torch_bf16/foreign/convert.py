@@ -14,7 +14,6 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.model.remainders import find_remainder
-from torch_bf16.optim import inherited_masters
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
@@ -159,7 +158,6 @@ def _become(
         engine = engine_of(converted)
         if engine is not None and engine.accumulation is not None:
             engine.accumulation.remove()
-        inherited_masters.forget(converted)
         converted.__class__ = source
         vars(optimizer).clear()
         vars(optimizer).update(attributes)

@@ -24,6 +24,7 @@ from torch_bf16.sharding import Shard, local, reshard, shard_of, units
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
+from . import inherited_masters
 from .overwritten import without_remainders
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Write(NamedTuple):
 
 def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     """See :meth:`BF16Optimizer.exact_weight`."""
+    inherited_masters.keep(optimizer, [parameter])
     if parameter.dtype != torch.bfloat16:
         return parameter.detach()
     shard = shard_of(parameter)
@@ -80,6 +82,7 @@ def find_and_write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -
             "parameter.copy_(...)"
         )
     _check_value(optimizer, place, parameter, value)
+    inherited_masters.keep(optimizer, [parameter])
     reshard([parameter])
     write(optimizer, [Write(place, parameter, value)])
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from torch_bf16.backends import fetch
+from torch_bf16.engine.engine import Engine
 from torch_bf16.living import LivingSet
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
@@ -26,9 +28,10 @@ from .overwritten import without_remainders
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["forget", "inherit", "keep", "register"]
+__all__ = ["inherit", "keep", "register"]
 
-_optimizers: LivingSet[BF16Optimizer] = LivingSet()
+# Of the optimizers that may have masters: of many that are made one after the other, none has any.
+_engines: LivingSet[Engine] = LivingSet()
 
 
 def inherit(optimizer: BF16Optimizer) -> None:
@@ -36,9 +39,9 @@ def inherit(optimizer: BF16Optimizer) -> None:
 
     They are copied, and wait for the first step as the bits do that a cast drops.
     """
-    if (others := register(optimizer)) and (
-        waiting := _waiting(optimizer, parameters_of(optimizer))
-    ):
+    optimizer._engine.optimizer = ref(optimizer)
+    others = [each for engine in _engines if (each := engine.optimizer()) is not None]
+    if others and (waiting := _waiting(optimizer, parameters_of(optimizer))):
         planes = {}
         for other in others:
             # Most of many optimizers, such as one for each parameter, have none of these.
@@ -53,10 +56,13 @@ def inherit(optimizer: BF16Optimizer) -> None:
 def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
     """Let the masters of states that were reset, or taken away, since the last step outlive them.
 
+    Called before states get masters: later optimizers inherit from this one.
+
     Args:
         optimizer: the optimizer.
         parameters: those whose states count.
     """
+    _engines.add(optimizer._engine)
     snapshots, lost = optimizer._engine.snapshots, {}
     for each in parameters:
         snapshot = snapshots.get(each)
@@ -70,20 +76,10 @@ def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
         _remember({p: each for p, each in lost.items() if p in waiting})
 
 
-def register(optimizer: BF16Optimizer) -> list[BF16Optimizer]:
-    """Let later optimizers inherit masters from one that is new, a copy or unpickled.
-
-    Returns:
-        The other optimizers that live.
-    """
-    others = [each for each in _optimizers if each is not optimizer]
-    _optimizers.add(optimizer)
-    return others
-
-
-def forget(optimizer: Any) -> None:
-    """Let no other inherit masters from an optimizer that has become another library's again."""
-    _optimizers.discard(optimizer)
+def register(optimizer: BF16Optimizer) -> None:
+    """Let later optimizers inherit masters from one that is a copy or unpickled."""
+    optimizer._engine.optimizer = ref(optimizer)
+    _engines.add(optimizer._engine)
 
 
 def _has_master(state: Any) -> bool:

@@ -228,7 +228,6 @@ class BF16Optimizer(torch.optim.Optimizer):
         Returns:
             A new fp32 tensor; of an fp32 or complex64 parameter the parameter itself, detached.
         """
-        inherited_masters.keep(self, [parameter])
         return exact_weights.read(self, parameter)
 
     @torch.no_grad()
