@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +64,15 @@ class ParameterNames:
         if before is None:
             before = sum(len(each["params"]) for each in groups[:group])
         return f"#{before + position}"
+
+    def keys(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """The :meth:`key` of every parameter, by its id."""
+        parameters = chain.from_iterable(each["params"] for each in groups)
+        pairs = zip(parameters, chain.from_iterable(self.known(groups)), strict=True)
+        return {
+            id(each): f"#{place}" if name is None else name
+            for place, (each, name) in enumerate(pairs)
+        }
 
     def known(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
         """The bare names of each group, None for a parameter without a known name."""

@@ -38,7 +38,7 @@ from .ddp_sums import DdpReader, Fp32Reduction
 from .gathering import Gathering, Group, Waiting
 from .hooked_parameters import HookedParameters, remove_with, summed, weakly
 from .step_numbers import StepNumbers
-from .sums import Addition, add_all, addable, with_graph_of
+from .sums import Addition, Sums, addable, with_graph_of
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 
@@ -204,6 +204,7 @@ class GradientAccumulation:
 
     def hook_parameters(self) -> None:
         """Hook the parameters that are new, or no longer frozen; torch's own sums need no hooks."""
+        self._sums = Sums()
         if self.format != "bf16_nearest":
             self._hooked.update()
 
@@ -228,7 +229,7 @@ class GradientAccumulation:
         if parameter.is_complex():
             # torch's own sums are in fp32.
             return []
-        sharded = shard_of(parameter).replaces_parameter
+        sharded, hooks = shard_of(parameter).replaces_parameter, []
         if self.format == "fp32":
             # FSDP2 sets bf16 gradients before the hooks run; autograd casts those that it sets.
             gradient, parameter.grad = parameter.grad, None
@@ -238,8 +239,6 @@ class GradientAccumulation:
             hooks = [] if self._reduction is None else self._reduction.hook(parameter)
             if not sharded:
                 return hooks
-        else:
-            hooks = []
         # FSDP2's sharded parameters never call their tensor hook, hence the hooks on units.
         key, take_all = id(parameter), weakly(self._take_all)
         return [
@@ -343,7 +342,7 @@ class GradientAccumulation:
         with torch.no_grad():
             if optimizer is not None:
                 steps = self._steps.read(optimizer.state)
-                add_all(group, additions, optimizer, steps)
+                self._sums.add_all(group, additions, optimizer, steps)
             else:
                 for each in additions.values():
                     local(each.total).add_(each.new)

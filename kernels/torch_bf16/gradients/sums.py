@@ -18,7 +18,7 @@ from torch_bf16.sharding import Span, is_dtensor, local, missing_memory, shard_o
 
 from .gathering import Group
 
-__all__ = ["Addition", "add_all", "addable", "with_graph_of"]
+__all__ = ["Addition", "Sums", "addable", "with_graph_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +104,50 @@ class _Made:
             launch.forget()
 
 
-def add_all(
-    group: Group,
-    additions: Mapping[int, Addition],
-    optimizer: Any,
-    steps: Mapping[Tensor, int],
-) -> None:
-    """Add gradients to their sums, in place, in one call.
+class Sums:
+    """Adds gradients to their sums, as long as an optimizer has the same parameters."""
 
-    Args:
-        group: the group of the parameters; keeps the launches for reuse.
-        additions: the additions, by number of the member.
-        optimizer: the optimizer whose seed, backend and names count.
-        steps: by parameter, how many steps it has taken.
-    """
-    by_member = [additions.get(number) for number in range(len(group.members))]
-    totals = [None if each is None else local(each.total) for each in by_member]
-    made, setting = group.made, _setting(optimizer)
-    if made is None or not made.fits(setting, totals):
-        dtype = next(iter(additions.values())).new.dtype
-        launches = _launches(group.members, totals, dtype, optimizer)
-        numels = [local(each).numel() for each in group.members]
-        made = group.made = _Made(setting, numels, launches)
-    numbers = [0 if each is None else each.number for each in by_member]
-    following = [steps.get(each, 0) + 1 for each in group.members]
-    for launch in made.launches:
-        launch.bind(totals)
-        pairs = [(by_member[number], span) for number, span in launch.spans]
-        new = [None if each is None else span.of(each.new) for each, span in pairs]
-        count = [numbers[number] for number, _ in launch.spans]
-        launch.batch.run_alike(new, count, bases=launch.noise(following))
-    # The kernel writes through addresses, which autograd does not see.
-    torch.autograd.graph.increment_version([each.total for each in additions.values()])
+    def __init__(self) -> None:
+        self._setting: tuple[Any, ...] | None = None
+        # By id of the parameter: those of all are found at once, for launches of one each.
+        self._keys: Mapping[int, str] = {}
+
+    def add_all(
+        self,
+        group: Group,
+        additions: Mapping[int, Addition],
+        optimizer: Any,
+        steps: Mapping[Tensor, int],
+    ) -> None:
+        """Add gradients to their sums, in place, in one call.
+
+        Args:
+            group: the group of the parameters; keeps the launches for reuse.
+            additions: the additions, by number of the member.
+            optimizer: the optimizer whose seed, backend and names count.
+            steps: by parameter, how many steps it has taken.
+        """
+        by_member = [additions.get(number) for number in range(len(group.members))]
+        totals = [None if each is None else local(each.total) for each in by_member]
+        made, setting = group.made, _setting(optimizer)
+        if setting != self._setting:
+            self._setting, self._keys = setting, {}
+        if made is None or not made.fits(setting, totals):
+            self._keys = self._keys or optimizer._engine.names.keys(optimizer.param_groups)
+            dtype = next(iter(additions.values())).new.dtype
+            launches = _launches(group.members, totals, dtype, optimizer, self._keys)
+            numels = [local(each).numel() for each in group.members]
+            made = group.made = _Made(setting, numels, launches)
+        numbers = [0 if each is None else each.number for each in by_member]
+        following = [steps.get(each, 0) + 1 for each in group.members]
+        for launch in made.launches:
+            launch.bind(totals)
+            pairs = [(by_member[number], span) for number, span in launch.spans]
+            new = [None if each is None else span.of(each.new) for each, span in pairs]
+            count = [numbers[number] for number, _ in launch.spans]
+            launch.batch.run_alike(new, count, bases=launch.noise(following))
+        # The kernel writes through addresses, which autograd does not see.
+        torch.autograd.graph.increment_version([each.total for each in additions.values()])
 
 
 def addable(new: Any, total: Any, parameter: Tensor) -> bool:
@@ -181,19 +193,12 @@ def _launches(
     totals: Sequence[Tensor | None],
     dtype: torch.dtype,
     optimizer: Any,
+    keys: Mapping[int, str],
 ) -> list[_Launch]:
-    names, groups = optimizer._engine.names, optimizer.param_groups
-    positions = {
-        id(parameter): (number, position)
-        for number, group in enumerate(groups)
-        for position, parameter in enumerate(group["params"])
-    }
     rows = []
     for number, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
-        place = positions.get(id(parameter))
         # A parameter that was taken out of the groups may still have a sum.
-        key = "" if place is None else names.key(groups, *place)
-        for span in shard_of(parameter, key).span.split():
+        for span in shard_of(parameter, keys.get(id(parameter), "")).span.split():
             target = local(parameter).new_empty(0) if total is None else span.of(total)
             task = Task(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
             rows.append((number, task))
