@@ -31,6 +31,7 @@ __all__ = [
     "unchanged_by_errors",
     "version_numbers",
     "warn",
+    "warn_once",
     "with_article",
 ]
 
@@ -228,3 +229,18 @@ def warn(message: str) -> None:
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_PROGRAMS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+_said: set[str] = set()
+
+
+def warn_once(message: str, key: str | None = None) -> None:
+    """:func:`warn` of something once in a process.
+
+    Args:
+        message: as for :func:`warn`.
+        key: what tells it from other warnings; None for the message itself.
+    """
+    if (key or message) not in _said:
+        _said.add(key or message)
+        warn(message)

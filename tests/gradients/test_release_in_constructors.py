@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
-from torch_bf16.gradients import release as release_module
+from torch_bf16 import errors
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
 
 RELEASE = {"max_norm": None}
@@ -269,14 +269,14 @@ def test_distributed_checkpoints_read_a_released_optimizer():
 
 
 def test_what_a_trainer_clips_by_itself_is_said_once(monkeypatch):
-    monkeypatch.setattr(release_module, "_warned", False)
+    monkeypatch.setattr(errors, "_said", set())
     with pytest.warns(UserWarning, match="max_grad_norm find no gradient") as caught:
         torch_bf16.AdamW(network().parameters(), release=True)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_bf16.AdamW(network().parameters(), release=True)
-        monkeypatch.setattr(release_module, "_warned", False)
+        monkeypatch.setattr(errors, "_said", set())
         torch_bf16.AdamW(network().parameters(), release=RELEASE)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
-from torch_bf16 import torch_patches
+from torch_bf16 import errors, torch_patches
 from torch_bf16.model import arithmetic, slow_products
 
 IDS = torch.randint(0, 32, (3, 4), generator=torch.Generator().manual_seed(5))
@@ -214,10 +214,9 @@ def test_torchs_autocast_refuses_fp32_outside_of_a_backward_pass_as_before():
 def ratio(monkeypatch):
     def pretend(value):
         monkeypatch.setattr(slow_products, "bf16_product_ratio", lambda: value)
-        slow_products.warn_slow_products.cache_clear()
+        monkeypatch.setattr(errors, "_said", set())
 
-    yield pretend
-    slow_products.warn_slow_products.cache_clear()
+    return pretend
 
 
 def test_slow_products_are_named_once_with_the_way_out(ratio):

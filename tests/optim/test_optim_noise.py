@@ -13,8 +13,7 @@ from optimizer_cases import (
 )
 
 import torch_bf16
-from torch_bf16 import get_recipe
-from torch_bf16.optim import shared_noise
+from torch_bf16 import errors, get_recipe
 
 STOCHASTIC = [("adamw", backend) for backend in BACKENDS] + [("sgd", "cpu")]
 stochastic = pytest.mark.parametrize(("name", "backend"), STOCHASTIC)
@@ -79,7 +78,7 @@ def test_two_steps_draw_apart():
 @pytest.fixture
 def model(monkeypatch):
     """A cast model with gradients; nothing has been warned of."""
-    monkeypatch.setattr(shared_noise, "_warned", False)
+    monkeypatch.setattr(errors, "_said", set())
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(5)]
     model = torch_bf16.cast_model(torch.nn.Sequential(*layers))
     set_gradients(model.parameters(), 0)
@@ -99,7 +98,7 @@ def test_an_optimizer_for_each_weight_without_names_is_named_once(model):
 
 
 def test_eight_of_them_are_named_where_the_program_has_cast_the_weights(monkeypatch):
-    monkeypatch.setattr(shared_noise, "_warned", False)
+    monkeypatch.setattr(errors, "_said", set())
     weights = [torch.nn.Parameter(torch.ones(8, 8).bfloat16()) for _ in range(8)]
     set_gradients(weights, 0)
     optimizers = [torch_bf16.AdamW([p]) for p in weights]

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
-from torch_bf16 import get_recipe
-from torch_bf16.gradients import released_buckets, released_steps
+from torch_bf16 import errors, get_recipe
+from torch_bf16.gradients import released_buckets
 
 STEPS = 3
 CLIPPED = {"max_norm": 0.05, "norm": "last_step"}
@@ -173,7 +173,7 @@ def run_ordinary(rank, ranks, *, case):
     """Where no bucket can be waited for, ``step()`` takes the steps, and says so once."""
     results = []
     options = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
-    released_steps._said.clear()
+    errors._said.clear()
     for release in (False, True):
         bare = Model()
         given = release and {"max_norm": None} if case == "constructor" else False

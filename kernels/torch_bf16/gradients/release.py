@@ -15,7 +15,7 @@ from torch import nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
-from torch_bf16.errors import warn
+from torch_bf16.errors import warn_once
 from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import any_flattened
@@ -119,7 +119,12 @@ def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:
     ReleasedSteps(None, optimizer, options)
     optimizer._engine.release_options = release if release is True else arguments
     if "max_norm" not in arguments:
-        _warn_of_clipping()
+        warn_once(
+            "release=True: steps run inside backward(), so that torch.nn.utils.clip_grad_norm_ and "
+            "a trainer's max_grad_norm find no gradient and clip nothing. Clip with "
+            "release={'max_norm': 1.0, 'norm': 'last_step'} or 'parameter' in place of 'last_"
+            "step', or say that nothing is clipped with release={'max_norm': None}",
+        )
 
 
 def _check(optimizer: Any, options: ReleaseOptions) -> None:
@@ -157,19 +162,3 @@ def _released_by_another(parameters: list[Any]) -> bool:
     for handle in abandoned:
         handle.remove()
     return handles != abandoned
-
-
-_warned = False
-
-
-def _warn_of_clipping() -> None:
-    """Warn once that clipping after the backward pass finds no gradients."""
-    global _warned
-    if not _warned:
-        _warned = True
-        warn(
-            "release=True: steps run inside backward(), so that torch.nn.utils.clip_grad_norm_ and "
-            "a trainer's max_grad_norm find no gradient and clip nothing. Clip with "
-            "release={'max_norm': 1.0, 'norm': 'last_step'} or 'parameter' in place of 'last_"
-            "step', or say that nothing is clipped with release={'max_norm': None}",
-        )

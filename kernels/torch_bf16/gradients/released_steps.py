@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
-from torch_bf16.errors import warn
+from torch_bf16.errors import warn_once
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
@@ -379,14 +379,8 @@ def _looks_at_all(rule: Rule) -> bool:
     return bool(rule.stage_states) or rule.statistic is not None
 
 
-_said: set[str] = set()
-
-
 def _warn_of_ordinary_steps(why: str) -> None:
     """Warn once that a release changes nothing, and why."""
-    if why not in _said:
-        _said.add(why)
-        warn(
-            "gradients are released, and stay until optimizer.step(), which takes all steps: "
-            f"{why}",
-        )
+    warn_once(
+        f"gradients are released, and stay until optimizer.step(), which takes all steps: {why}"
+    )

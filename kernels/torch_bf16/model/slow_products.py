@@ -14,7 +14,7 @@ import time
 import torch
 from torch import Tensor
 
-from torch_bf16.errors import warn
+from torch_bf16.errors import warn_once
 
 __all__ = ["bf16_product_ratio", "warn_slow_products"]
 
@@ -32,12 +32,11 @@ def bf16_product_ratio() -> float:
     return _seconds(torch.bfloat16) / _seconds(torch.float32)
 
 
-@functools.cache
 def warn_slow_products() -> None:
     """Warn once in a process where bf16 products are slow, and say what to do."""
     ratio = bf16_product_ratio()
     if ratio > _SLOW:
-        warn(
+        warn_once(
             f"this CPU takes {ratio:.1f} times as long for a bf16 matrix product as for an fp32 "
             "one (bf16 needs AVX512-BF16, AMX or their like), so that forward and backward passes "
             "of a bf16 model are slow. compute='fp32' computes in fp32 over the same bf16 weights, "

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.member import Member
-from torch_bf16.errors import warn
+from torch_bf16.errors import warn_once
 from torch_bf16.model.cast_modules import cast_models
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _MANY, _MANY_APART = 4, 8
 # Engines of optimizers with one weight without a name: the weight's id and the seed.
 _single: WeakKeyDictionary[Engine, tuple[int, int]] = WeakKeyDictionary()
 _lock = threading.Lock()
-_warned = False
 
 
 def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
@@ -38,9 +37,8 @@ def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
         optimizer: an optimizer whose first step is planned.
         members: the members of that plan.
     """
-    global _warned
     is_single = sum(len(group["params"]) for group in optimizer.param_groups) == 1
-    if _warned or not is_single or not members:
+    if not is_single or not members:
         return
     (member,), seed = members, optimizer.recipe.seed
     if not member.weights.stochastic or member.shard.name != "#0":
@@ -55,20 +53,19 @@ def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     for model in cast_models():
         names = [name for name, each in model.named_parameters() if id(each) in alike]
         if len(names) >= _MANY:
-            _warned = True
             _warn(type(optimizer).__name__, len(names), f" ({', '.join(names[:3])}, ...)", seed)
             return
     if len(alike) >= _MANY_APART:
-        _warned = True
         _warn(type(optimizer).__name__, len(alike), "", seed)
 
 
 def _warn(kind: str, count: int, which: str, seed: int) -> None:
     of_one_model = "" if which else " if they are of one model"
-    warn(
+    warn_once(
         f"at least {count} optimizers with one parameter each{which} have no names for them and "
         f"draw the same noise (seed {seed}), so that the roundings of different weights do not "
         f"average out{of_one_model}. Give each its name, {kind}([(name, parameter)]) for name, "
         "parameter in model.named_parameters(), or each recipe a seed of its own, or use one "
         "optimizer and torch_bf16.release_gradients(model, optimizer)",
+        key="shared noise",
     )
