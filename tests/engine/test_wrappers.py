@@ -6,7 +6,7 @@ from optimizer_wrappers import Wrapper
 from torch import nn
 
 import torch_bf16
-from torch_bf16.engine.wrappers import held_optimizers, unwrap
+from torch_bf16.engine.wrappers import held_optimizers, optimizer_for
 
 
 class Base(torch.optim.Optimizer):
@@ -38,12 +38,14 @@ def made(*layers):
 )
 def test_the_one_inside_is_found(wrap):
     (ours,) = made(torch_bf16.cast_model(nn.Linear(2, 2)))
-    assert unwrap(wrap(ours)) is ours
+    assert optimizer_for("f", wrap(ours)) is ours
 
 
 def test_others_hold_none():
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    assert unwrap(plain) is unwrap(Wrapper(plain)) is unwrap(None) is unwrap("adamw") is None
+    for each in (plain, Wrapper(plain), None, "adamw"):
+        with pytest.raises(ValueError, match=r"f was given .* which does not store its numbers"):
+            optimizer_for("f", each)
 
 
 def test_several_and_one_of_other_parameters_are_refused():
@@ -51,10 +53,10 @@ def test_several_and_one_of_other_parameters_are_refused():
     both = made(*layers)
     assert held_optimizers(Base(*both)) == both
     with pytest.raises(ValueError, match=r"this Base holds 2 optimizers of torch_bf16 .*AdamW, A"):
-        unwrap(Base(*both))
+        optimizer_for("f", Base(*both))
     partial = Base(both[0], torch.optim.SGD(layers[1].parameters()))
     with pytest.raises(ValueError, match="this Base has 2 parameters that the AdamW in it does"):
-        unwrap(partial)
+        optimizer_for("f", partial)
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, Base])

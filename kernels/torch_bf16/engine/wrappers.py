@@ -19,7 +19,6 @@ __all__ = [
     "optimizers_for",
     "optimizers_in",
     "owners",
-    "unwrap",
     "warn_of_left_out",
 ]
 
@@ -68,15 +67,24 @@ def held_optimizers(optimizer: Any) -> list[Any]:
     return search(optimizer) if hasattr(optimizer, "__dict__") else []
 
 
-def unwrap(optimizer: Any) -> Any | None:
-    """The one optimizer of ours that an optimizer is or holds; None if there is none.
+def owners(optimizers: Iterable[Any]) -> dict[Tensor, Any]:
+    """The optimizer of each parameter; of several that have it, the last one."""
+    return {p: each for each in optimizers for p in parameters_of(each)}
+
+
+def optimizer_for(function: str, optimizer: Any) -> Any:
+    """The optimizer of ours that was passed to a function, perhaps in a wrapper.
 
     Raises:
-        ValueError: it holds several, or one that lacks some of its parameters.
+        ValueError: there is none, or more than one, or it lacks parameters of its wrapper.
     """
     found = held_optimizers(optimizer)
     if not found:
-        return None
+        raise ValueError(
+            f"{function} was given {with_article(optimizer)}, which does not store its numbers "
+            "by a recipe; pass an optimizer of torch_bf16, or one that convert(), prepare() or a "
+            "host's precision mode has converted"
+        )
     kind = type(optimizer).__name__
     if len(found) > 1:
         held = ", ".join(type(each).__name__ for each in found)
@@ -93,27 +101,6 @@ def unwrap(optimizer: Any) -> Any | None:
             f"this {kind} has {left} parameters that the {type(ours).__name__} in it does not "
             "have, as in ZeroRedundancyOptimizer, where each rank steps for some of them; pass an "
             "optimizer that has all of them"
-        )
-    return ours
-
-
-def owners(optimizers: Iterable[Any]) -> dict[Tensor, Any]:
-    """The optimizer of each parameter; of several that have it, the last one."""
-    return {p: each for each in optimizers for p in parameters_of(each)}
-
-
-def optimizer_for(function: str, optimizer: Any) -> Any:
-    """The optimizer of ours that was passed to a function, perhaps in a wrapper.
-
-    Raises:
-        ValueError: there is none, or more than one, or it lacks parameters of its wrapper.
-    """
-    ours = unwrap(optimizer)
-    if ours is None:
-        raise ValueError(
-            f"{function} was given {with_article(optimizer)}, which does not store its numbers "
-            "by a recipe; pass an optimizer of torch_bf16, or one that convert(), prepare() or a "
-            "host's precision mode has converted"
         )
     return ours
 
