@@ -34,7 +34,6 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional as F
 
 import torch_bf16
-from torch_bf16.gradients.clipping import pending_of
 from torch_bf16.sharding import local, shard_of
 
 LIMIT, MICRO_BATCHES, STEPS, EPOCHS = 0.1, 2, 2, 2
@@ -239,7 +238,7 @@ def by_trainer(cell, data, epochs, together, checkpoint, make):
         exact = norm_in_fp64(self)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         if together:
-            norms.append((exact, LIMIT / float(pending_of(optimizer).coefficient)))
+            norms.append((exact, LIMIT / float(optimizer._engine.pending.coefficient)))
 
     hooks = {
         "configure_optimizers": configure_optimizers,

@@ -30,7 +30,6 @@ from .norm import clip_coefficient, norm_over_ranks, norms_of
 __all__ = [
     "clip_grad_norm_",
     "clip_next_step",
-    "pending_of",
     "refuse_released",
     "scale_gradients",
     "total_norm",
@@ -119,12 +118,6 @@ def refuse_released(parameters: Tensor | Iterable[Tensor], advice: str = _ADVICE
         )
 
 
-def pending_of(optimizer: Optimizer) -> Pending | None:
-    """The scaling pending for an optimizer's next step; None for one of another library."""
-    engine = engine_of(optimizer)
-    return None if engine is None else engine.pending
-
-
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -208,11 +201,11 @@ def clip_next_step(
     """
     _check_clip_norm(max_norm)
     owned = {each: parameters_of(each) for each in _as_list(optimizers, Optimizer, _NO_OPTIMIZER)}
-    for engine in filter(None, map(engine_of, owned)):
-        engine.check_host()
-    pending_of_each: dict[Any, Pending] = {
-        each: pending for each in owned if (pending := pending_of(each)) is not None
-    }
+    pending_of_each: dict[Any, Pending] = {}
+    for each in owned:
+        if (engine := engine_of(each)) is not None:
+            engine.check_host()
+            pending_of_each[each] = engine.pending
     foreign = [type(each).__name__ for each in owned if each not in pending_of_each]
     if skip_nonfinite and foreign:
         raise ValueError(

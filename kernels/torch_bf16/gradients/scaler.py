@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bf16.engine.engine import engine_of
 from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import all_whole, local, shard_of
-
-from .clipping import pending_of
 
 __all__ = ["GradScaler"]
 
@@ -45,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         # Called by unscale_, and by step, with a factor of 1 and allow_fp16, only to check.
-        if pending_of(optimizer) is None:
+        if engine_of(optimizer) is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         parameters = parameters_of(optimizer)
         alike: dict[Any, list[Tensor]] = defaultdict(list)
