@@ -227,11 +227,10 @@ class Engine:
             groups: the optimizer's parameter groups.
         """
         self.overview = None
-        last, setting = self.setting, Setting.of(fixed, groups, self.setting)
-        if setting is not last:
-            self.setting = setting
-            self.name_parameters(setting.parameters)
-        return setting
+        if self.setting is None or not self.setting.holds(fixed, groups):
+            self.setting = Setting(fixed, groups)
+            self.name_parameters(self.setting.parameters)
+        return self.setting
 
     def name_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Name the parameters that the optimizer has now, if a model has named others before."""

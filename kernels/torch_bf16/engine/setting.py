@@ -30,16 +30,6 @@ class Setting:
         self._members: list[list[Tensor]] = [list(group["params"]) for group in groups]
         self.parameters = [each for members in self._members for each in members]
 
-    @classmethod
-    def of(
-        cls,
-        fixed: tuple[Any, ...],
-        groups: Sequence[Mapping[str, Any]],
-        last: Setting | None,
-    ) -> Setting:
-        """The last setting if it still holds, else a new one."""
-        return last if last is not None and last.holds(fixed, groups) else cls(fixed, groups)
-
     def holds(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether nothing has changed; the same object is then kept, as plans compare by ``is``."""
         return (
