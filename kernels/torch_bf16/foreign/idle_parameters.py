@@ -8,7 +8,7 @@ that could tell; until then, and afterwards if it moves them, its step gets copi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,51 +16,38 @@ from torch import Tensor, nn
 from torch_bf16.sharding import world_size
 from torch_bf16.states.views import COUNTER, MASTERS
 
+if TYPE_CHECKING:
+    from .optimizer import ForeignOptimizer
+
 __all__ = ["IdleCopy", "IdleKinds", "idle_parameters", "may_move"]
 
 IdleKinds = dict[tuple[int, bool], bool]
 """Whether a step moves parameters without a gradient, by group and by whether they have states."""
 
 
-def idle_parameters(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[Tensor],
-    kinds: IdleKinds,
-    couples: bool,
-) -> list[Tensor]:
+def idle_parameters(optimizer: ForeignOptimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The parameters without a gradient that the class's own step must see.
 
     Frozen ones, and those of which this rank holds nothing, are not among them. If there are
     several processes, all others are, and count as moved: a step that divides its work among the
     ranks shows each something else, and they must agree on what it gets and on the noise. All
     others are also among them if the step couples parameters: it may pair them by their places.
-
-    Args:
-        optimizer: the optimizer.
-        parameters: its parameters.
-        kinds: what is known of them.
-        couples: whether the step is known to couple parameters.
     """
     idle = {p for p in parameters if p.grad is None and p.requires_grad and p.numel()}
     return [
         p
         for number, group in enumerate(optimizer.param_groups if idle else ())
         for p in group["params"]
-        if p in idle and may_move(optimizer, number, p, kinds, couples)
+        if p in idle and may_move(optimizer, number, p)
     ]
 
 
-def may_move(
-    optimizer: torch.optim.Optimizer,
-    number: int,
-    parameter: Tensor,
-    kinds: IdleKinds,
-    couples: bool,
-) -> bool:
+def may_move(optimizer: ForeignOptimizer, number: int, parameter: Tensor) -> bool:
     """Whether the step must see one of these parameters, in the group of that number."""
-    if couples or world_size() > 1:
+    traits = optimizer._engine.traits
+    if traits.couples or world_size() > 1:
         return True
-    return kinds.get(_kind_of(number, dict.get(optimizer.state, parameter, {})), True)
+    return traits.idle.get(_kind_of(number, dict.get(optimizer.state, parameter, {})), True)
 
 
 def _kind_of(number: int, state: Mapping[str, Any]) -> tuple[int, bool]:

@@ -134,8 +134,7 @@ class ForeignOptimizer(BF16Optimizer):
 
         Those without one are among them as long as the class's own step may move them.
         """
-        traits = self._engine.traits
-        idle = idle_parameters(self, parameters, traits.idle, traits.couples)
+        idle = idle_parameters(self, parameters)
         chosen = {*with_gradients(parameters), *idle}
         # In their order: a step may pair them by their places.
         parameters = [each for each in parameters if each in chosen]

@@ -88,7 +88,12 @@ class OwnStep:
             self._warn_of_gathering()
         for bucket in buckets:
             if computed is None:
-                bucket = [each for each in bucket if not self._is_left_alone(each)]
+                # A bucket before may have shown that the step does nothing to such a member.
+                bucket = [
+                    each
+                    for each in bucket
+                    if not each.is_idle or may_move(self._optimizer, each.group, each.parameter)
+                ]
             if bucket:
                 self._store(bucket, computed or self._compute(bucket, scale))
             computed = None
@@ -103,9 +108,7 @@ class OwnStep:
         self._finish()
 
     def _new_runner(self) -> Runner:
-        active = {each.group for each in self._members}
-        evaluated = self._engine.evaluated
-        return Runner(self._optimizer, self._kind, active, self._traits.indexes, evaluated)
+        return Runner(self._optimizer, {each.group for each in self._members})
 
     def _looked_at(
         self, buckets: list[list[WorkingCopy]], scale: float
@@ -143,13 +146,6 @@ class OwnStep:
         sample = [each for each in self._members if id(each) in chosen]
         others = [each for each in self._members if id(each) not in chosen]
         return [sample, *self._buckets(others)]
-
-    def _is_left_alone(self, member: WorkingCopy) -> bool:
-        """Whether a bucket before has shown that the step does nothing to such a member."""
-        kinds, couples = self._traits.idle, self._traits.couples
-        return member.is_idle and not may_move(
-            self._optimizer, member.group, member.parameter, kinds, couples
-        )
 
     def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
         """Buckets of members whose fp32 copies fit in ``bucket_bytes``."""

@@ -9,7 +9,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from .backup import Backup
 from .contents import names_any, within
 from .list_options import ListOptions
 from .meetings import Meetings
+
+if TYPE_CHECKING:
+    from .optimizer import ForeignOptimizer
 
 __all__ = ["Runner", "looks_up", "own_attributes"]
 
@@ -87,29 +90,19 @@ class Runner:
 
     Args:
         optimizer: the optimizer whose attributes and options count; only :meth:`finish` changes it.
-        kind: its own class.
         active: the numbers of the groups that the calls have members of, together.
-        indexes: whether the class reads a group by its number.
-        evaluated: what the user's closure returned, in a tuple; None if the step was given none.
 
     Attributes:
-        indexes: the same, as the calls have shown.
+        indexes: whether the class reads a group by its number, as this and other steps have shown.
         attributes: attributes that the calls have set.
         shared: the states under keys that are not parameters, as the last call left them.
         draws: whether the calls drew random numbers.
         couples: whether a call that was followed has coupled its members.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        kind: type[torch.optim.Optimizer],
-        active: Collection[int],
-        indexes: bool,
-        evaluated: tuple[Any] | None,
-    ) -> None:
-        self._optimizer, self._kind, self._evaluated = optimizer, kind, evaluated
-        self._active, self.indexes = active, indexes
+    def __init__(self, optimizer: ForeignOptimizer, active: Collection[int]) -> None:
+        self._optimizer, self._kind, self._active = optimizer, optimizer.torch_class, active
+        self.indexes = optimizer._engine.traits.indexes
         self._before = own_attributes(optimizer)
         self.shared = self._shared_before = _shared_states(optimizer.state)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
@@ -212,9 +205,10 @@ class Runner:
     def _closure_of(self, function: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """A closure for a method that requires one, or that takes one if the user's step did."""
         closure = inspect.signature(function).parameters.get("closure")
-        if closure is None or (self._evaluated is None and closure.default is not closure.empty):
+        evaluated = self._optimizer._engine.evaluated
+        if closure is None or (evaluated is None and closure.default is not closure.empty):
             return {}
-        (loss,) = self._evaluated or (None,)
+        (loss,) = evaluated or (None,)
         return {"closure": _closure_for(self._kind, parameters, loss)}
 
     def _numbers(self, with_members: Collection[int]) -> list[int]:
