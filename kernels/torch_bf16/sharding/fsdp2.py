@@ -89,27 +89,24 @@ def reshard(parameters: Iterable[Tensor]) -> None:
     """
     if not any(map(is_dtensor, parameters)):
         return
-    for module in _every_module():
-        if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
-            for group in _groups(state_of()):
-                # Not by the module's reshard(), which keeps the root's after a forward pass that
-                # has raised.
-                group._to_sharded()
+    for group in _every_group():
+        # Not by a module's reshard(), which keeps the root's after a forward pass that has raised.
+        group._to_sharded()
 
 
 def places() -> Iterator[tuple[Tensor, nn.Module, str]]:
     """All sharded parameters, each with the module that owns it and its name there."""
-    for module in _every_module():
-        if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
-            continue
-        for each in (each for group in _groups(state_of()) for each in group.fsdp_params):
-            yield each.sharded_param, each._module_info.module, each._module_info.param_name
+    for each in (each for group in _every_group() for each in group.fsdp_params):
+        yield each.sharded_param, each._module_info.module, each._module_info.param_name
 
 
-def _every_module() -> list[nn.Module]:
+def _every_group() -> Iterator[Any]:
+    """The groups of parameters of all modules that live."""
     from torch.distributed._composable_state import _module_state_mapping
 
-    return list(_module_state_mapping)
+    for module in list(_module_state_mapping):
+        if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
+            yield from _groups(state_of())
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
