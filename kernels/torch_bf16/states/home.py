@@ -43,13 +43,10 @@ class Home:
             NotImplementedError: the recipe offloads the states, which does not work with this
                 parameter; the message begins with a verb.
         """
-        memory = shard.memory
-        shape = tuple(memory.shape)
-        if recipe.offload == "none" or shard.numel < SMALLEST:
-            return cls(shape, memory.device)
-        bus = bus_of(memory.device)
-        if bus is None:
-            return cls(shape, memory.device)
+        shape, device = tuple(shard.memory.shape), shard.memory.device
+        offloads = recipe.offload != "none" and shard.numel >= SMALLEST
+        if not offloads or (bus := bus_of(device)) is None:
+            return cls(shape, device)
         if shard.offload_obstacle:
             raise NotImplementedError(shard.offload_obstacle)
         return cls(shape, torch.device("cpu"), bus)

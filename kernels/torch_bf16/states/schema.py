@@ -165,8 +165,7 @@ def check_header(saved: Mapping[str, Any] | None) -> None:
         )
     other, names = saved.get("recipe", {}), saved.get("names") or []
     listed = isinstance(names, (list, tuple)) and all(
-        isinstance(group, (list, tuple)) and all(isinstance(n, (str, type(None))) for n in group)
-        for group in names
+        _are_names(of_group, or_none=True) for of_group in names
     )
     if not isinstance(other, Mapping) or not listed:
         raise _damaged(

@@ -125,12 +125,9 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
         key: formats[key].decode([state[name] for name in names]).clone()
         for key, names in planes.items()
     }
-    numbers |= {k: each.clone() for k, each in state.items() if _is_complex(each)}
+    tensors = {k: each for k, each in state.items() if isinstance(each, Tensor)}
+    numbers |= {k: each.clone() for k, each in tensors.items() if each.is_complex()}
     return {key: numbers.get(key, each) for key, each in state.items() if key not in left_out}
-
-
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_complex()
 
 
 def is_stand_in(value: Any) -> bool:
