@@ -110,14 +110,12 @@ def cast_recipe(module: nn.Module) -> Recipe | None:
         >>> torch_bf16.cast_recipe(model[0]).name, torch_bf16.cast_recipe(model)
         ('bf16-stochastic', None)
     """
-    cast = _known.get(module)
-    return None if cast is None else cast.cast_by
+    return (_known.get(module) or _Cast()).cast_by
 
 
 def stored_by(module: nn.Module) -> Recipe | None:
     """The recipe by which a module's own bf16 parameters are stored; None if it was in no cast."""
-    cast = _known.get(module)
-    return None if cast is None else cast.stored_by
+    return (_known.get(module) or _Cast()).stored_by
 
 
 def cast_recipes(model: nn.Module) -> Iterator[Recipe]:

@@ -6,7 +6,6 @@ as ``cast_model`` does, so that an exact master starts from the fp32 weights in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -40,20 +39,10 @@ def _remembering(original: Any) -> Any:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        load = functools.partial(
-            original,
-            self,
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        faults = missing_keys, unexpected_keys, error_msgs
         recipe = stored_by(self)
         if recipe is None or local_metadata.get("assign_to_params_buffers"):
-            load()
+            original(self, state_dict, prefix, local_metadata, strict, *faults)
             return
         bits_of, given, errors = {}, {}, len(error_msgs)
 
@@ -69,7 +58,7 @@ def _remembering(original: Any) -> Any:
         # have a method that refuses.
         last = nn.Module._register_load_state_dict_pre_hook(self, split)
         try:
-            load()
+            original(self, state_dict, prefix, local_metadata, strict, *faults)
         finally:
             last.remove()
             # It may be the caller's own, and be loaded into another model.
