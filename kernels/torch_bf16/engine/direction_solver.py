@@ -202,7 +202,8 @@ def _gather(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Ten
                         incoming[rank] += [(span.numel, t.dtype) for t in request.prepared]
             elif held.numel:
                 outgoing[unit.owner] += [held.of(t) for t in request.prepared]
-    received = _exchange(outgoing, incoming, round_, device)
+    messages = exchange(outgoing, incoming, round_.group, device)
+    received = {rank: iter(tensors) for rank, tensors in messages.items()}
     gathered = {}
     for request, unit in owned:
         held = unit.spans[me]
@@ -244,15 +245,6 @@ def _scatter(
                     answers[unit] = part
                 elif part.numel():
                     outgoing[rank].append(part)
-    received = _exchange(outgoing, incoming, round_, device)
+    messages = exchange(outgoing, incoming, round_.group, device)
+    received = {rank: iter(tensors) for rank, tensors in messages.items()}
     return answers | {unit: next(received[unit.owner]) for unit in awaited}
-
-
-def _exchange(
-    outgoing: Mapping[int, Sequence[Tensor]],
-    incoming: Mapping[int, Sequence[Like]],
-    round_: Round,
-    device: torch.device,
-) -> dict[int, Iterator[Tensor]]:
-    received = exchange(outgoing, incoming, round_.group, device)
-    return {rank: iter(tensors) for rank, tensors in received.items()}

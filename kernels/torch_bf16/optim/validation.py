@@ -110,9 +110,12 @@ def check_parameter(shard: Shard) -> None:
     """
     parameter = shard.parameter
     if parameter.dtype not in _TRAINABLE:
+        remedy = "Call model.float() before the model is cast or prepared"
+        if parameter.is_complex():
+            remedy = "Make it complex64: torch.nn.Parameter(p.detach().to(torch.complex64))"
         raise ValueError(
             f"is {parameter.dtype}; bfloat16, float32 and complex64 parameters can be trained. "
-            f"{_remedy(parameter.dtype)}"
+            f"{remedy}"
         )
     if parameter.is_complex() and shard.sharded:
         raise NotImplementedError(
@@ -167,12 +170,6 @@ def check_options(group: Mapping[str, Any], number: int) -> None:
             "that one with a class of torch.optim and call torch_bf16.convert(zero, recipe, "
             "model=model)"
         )
-
-
-def _remedy(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "Make it complex64: torch.nn.Parameter(p.detach().to(torch.complex64))"
-    return "Call model.float() before the model is cast or prepared"
 
 
 def resolve_peak_lr(group: dict[str, Any], number: int, decouples: bool) -> None:
