@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from exported import export_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_bf16
-from torch_bf16.checkpoints.export import export_file
 from torch_bf16.checkpoints.reader import open_checkpoint
 from torch_bf16.errors import CheckpointError
 

@@ -6,12 +6,13 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from exported import export_file
 from optimizer_cases import RECIPES, bits, every_recipe, take_steps
 from optimizer_wrappers import Wrapper
 
 import torch_bf16
 from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
-from torch_bf16.checkpoints.export import export_file, fp32_weights
+from torch_bf16.checkpoints.export import fp32_weights
 from torch_bf16.checkpoints.reader import OptimizerStates, open_checkpoint
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.tools import cli

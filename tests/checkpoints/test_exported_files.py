@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from exported import export_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import torch_bf16
 from torch_bf16 import fp32_state_dict
-from torch_bf16.checkpoints.export import export_file
 from torch_bf16.checkpoints.reader import open_checkpoint
 from torch_bf16.errors import CheckpointError
 from torch_bf16.tools import cli

@@ -1,10 +1,10 @@
 """Files with several models, or with one under a name of the program's own."""
 
 import torch
+from exported import export_file
 from torch import nn
 
 import torch_bf16
-from torch_bf16.checkpoints.export import export_file
 from torch_bf16.checkpoints.reader import open_checkpoint
 
 

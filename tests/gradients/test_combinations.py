@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from exported import export_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -218,7 +219,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged"):
-        torch_bf16.checkpoints.export.export_file(path, tmp_path / "fp32.pt")
+        export_file(path, tmp_path / "fp32.pt")
 
 
 @pytest.mark.parametrize("thawed", [False, True])

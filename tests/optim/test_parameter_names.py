@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from exported import export_file
 from optimizer_cases import take_steps
 from torch import nn
 
 import torch_bf16
-from torch_bf16.checkpoints.export import export_file
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from exported import export_file
 from sharded_models import EVEN, Case, Model, held, make_model, named, shard
 from sharded_training import RECIPES, STEPS, Part, Run, adamw, assert_same, joined, reference
 from torch import nn
@@ -12,7 +13,6 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import torch_bf16
-from torch_bf16.checkpoints.export import export_file
 from torch_bf16.numerics.rounding import join16
 
 CASE = Case("fsdp1", (4,))

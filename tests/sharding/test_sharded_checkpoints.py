@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from exported import export_file
 from sharded_models import ALONE, EVEN, Case, held, local, make_model, named
 from sharded_training import (
     RECIPES,
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torch_bf16
-from torch_bf16.checkpoints.export import export_file
 
 EXACT = "bf16-fp32-master"
 FSDP2, TP = Case("fsdp2", (4,)), Case("tp", (4,))

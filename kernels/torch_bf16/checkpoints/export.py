@@ -17,13 +17,9 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.views import MASTERS, masters_in
 
 from .atomic_write import replacing
-from .reader import OptimizerStates, Saved, SavedTensor, open_checkpoint, read_optimizer
+from .reader import OptimizerStates, Saved, SavedTensor, read_optimizer
 
-__all__ = [
-    "export_file",
-    "export_weights",
-    "fp32_weights",
-]
+__all__ = ["export_weights", "fp32_weights"]
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -156,8 +152,8 @@ def _bits(weight: Any) -> tuple[tuple[int, ...], bytes]:
     return tuple(weight.shape), b"" if one else hashlib.blake2b(memory.numpy().data).digest()
 
 
-def export_file(
-    source: str | os.PathLike[str],
+def export_weights(
+    saved: Saved,
     target: str | os.PathLike[str],
     dtype: str = "float32",
     optimizer: str | os.PathLike[str] | None = None,
@@ -165,47 +161,26 @@ def export_file(
     """Write the weights of a checkpoint to a file of their own.
 
     Args:
-        source: a checkpoint of any kind that ``open_checkpoint`` reads: a file of
-            ``save_checkpoint``, ``torch.save``, Lightning or safetensors, an index, or a folder.
+        saved: the checkpoint.
         target: ``*.safetensors``; any other name gets a file of ``torch.save``.
         dtype: ``"float32"`` makes bf16 and fp16 weights fp32, exact if there is a master;
             ``"bfloat16"`` leaves all weights as they were trained.
-        optimizer: the file with the optimizer's state dict, if it is not in ``source``.
+        optimizer: the file with the optimizer's state dict, if it is not in the checkpoint.
 
     Returns:
         One line about what was written.
 
     Raises:
         ValueError: ``dtype`` is neither of the two.
-        CheckpointError: there are no weights in ``source``, they are one rank's part, or the
-            masters cannot be assigned.
+        CheckpointError: weights were left out or are one rank's part, or the masters cannot be
+            assigned.
     """
-    _check_dtype(dtype)
-    return export_weights(open_checkpoint(Path(source), verify=True), target, dtype, optimizer)
-
-
-def _check_dtype(dtype: Any) -> None:
     if not isinstance(dtype, str) or dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"export was given dtype={dtype!r}; it writes 'float32', in which bf16 weights are "
             "exact if they have a master, or 'bfloat16', all weights as they were trained. "
             "Nothing was written"
         )
-
-
-def export_weights(
-    saved: Saved,
-    target: str | os.PathLike[str],
-    dtype: str = "float32",
-    optimizer: str | os.PathLike[str] | None = None,
-) -> str:
-    """:func:`export_file` for a checkpoint that has been opened.
-
-    Args:
-        saved: the checkpoint.
-        target: as for :func:`export_file`, and so are ``dtype`` and ``optimizer``.
-    """
-    _check_dtype(dtype)
     if saved.further and optimizer is None:
         raise CheckpointError(
             f"{saved.path} holds {len(saved.further) + 1} optimizers, and does not say which "
