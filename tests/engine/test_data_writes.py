@@ -329,7 +329,7 @@ def test_a_weight_that_nobody_writes_any_more_is_not_watched():
     p, optimizer = make()
     watch = optimizer._engine.snapshots[p].data
     clamp(p)
-    for _ in range(data_writes._IDLE):
+    for _ in range(data_writes._IDLE_STEPS):
         take_step(optimizer, p)
         assert data_writes.touched([watch])
     take_step(optimizer, p)

@@ -31,7 +31,7 @@ def launches(optimizer):
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("recipe", ["stochastic", "master"])
 def test_they_have_the_bits_of_contiguous_ones(recipe, layout, elements, backend, monkeypatch):
-    monkeypatch.setattr(scratch, "_ELEMENTS", elements)
+    monkeypatch.setattr(scratch, "_ELEMENTS_AT_ONCE", elements)
     strided, plain = weights(layout), weights()
     assert not strided[1].is_contiguous()
     ours = [make_optimizer("adamw", recipe, backend, each) for each in (strided, plain)]

@@ -289,7 +289,7 @@ def re_pointed(kind):
     other = torch.empty_like(each)
     assert other.data_ptr() != address
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphed, "_EVERY", 3)
+        patch.setattr(graphed, "_REPLAYS_PER_CHECK", 3)
         step()
         step()
         with pytest.raises(RuntimeError, match=r"was moved by \.data or replaced"):

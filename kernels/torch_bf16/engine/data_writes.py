@@ -47,9 +47,9 @@ _watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
 _touched: WeakSet[DataWatch] = WeakSet()
 
 # Steps without a write after which a weight is no longer followed.
-_IDLE = 32
+_IDLE_STEPS = 32
 # Writes that change more than this part of the numbers are no clamp, and no SAM that rounds.
-_FEW = 1 / 16
+_FEW_NUMBERS = 1 / 16
 
 
 class WriteCounts(NamedTuple):
@@ -117,8 +117,8 @@ class DataWatch:
             self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Save the lower bytes after each step, until there was no write for ``_IDLE`` steps."""
-        self._followed = _IDLE
+        """Save the lower bytes after each step, until ``_IDLE_STEPS`` have gone without a write."""
+        self._followed = _IDLE_STEPS
         _touched.add(self)
 
     def note_writes(self, raised: bool, changed: bool) -> None:
@@ -129,7 +129,7 @@ class DataWatch:
             changed: whether numbers have changed.
         """
         if self._followed:
-            self._followed = _IDLE if raised else self._followed - 1
+            self._followed = _IDLE_STEPS if raised else self._followed - 1
         self._was_changed = changed
 
     @property
@@ -230,7 +230,7 @@ def zero_written(
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
     counts, n = _numbers([*through_data, *in_place]), len(through_data)
-    few = sum(counts[n:]) <= _FEW * size
+    few = sum(counts[n:]) <= _FEW_NUMBERS * size
     return WriteCounts(sum(map(bool, counts[:n])), 0 if few else sum(map(bool, counts[n:])))
 
 

@@ -27,7 +27,7 @@ _GRADIENT = attrgetter("grad")
 
 # Parameters in a block: few enough that all checks of it run while its tensors are still in the
 # processor's cache.
-_BLOCK = 256
+_PARAMETERS_IN_BLOCK = 256
 
 
 class StepGradients(NamedTuple):
@@ -76,8 +76,8 @@ class Guard:
         self._strangers: list[Tensor] = []
         with no_torch_function():
             self._blocks = []
-            for first in range(0, len(shards), _BLOCK):
-                here = slice(first, first + _BLOCK)
+            for first in range(0, len(shards), _PARAMETERS_IN_BLOCK):
+                here = slice(first, first + _PARAMETERS_IN_BLOCK)
                 some = self._parameters[here]
                 of_some = [dict.__getitem__(states, each) for each in some]
                 self._blocks.append(Block(some, of_some, keys[here], dtypes[here]))

@@ -20,10 +20,10 @@ from torch_bf16.sharding import Shard, Span
 
 __all__ = ["Held", "Round", "Unit", "rounds_here", "rounds_of", "rounds_over"]
 
-_TOGETHER = 2**20
+_ELEMENTS_TOGETHER = 2**20
 """Elements solved in one call if nothing has to be sent; a larger tensor is solved alone."""
 
-_AT_A_TIME = 2**24
+_ELEMENTS_PER_RANK = 2**24
 """Elements of a round per rank. All are in memory at once, and twice while they are exchanged."""
 
 
@@ -73,7 +73,7 @@ def rounds_here(shards: Iterable[tuple[Held, Rule]]) -> Iterator[Round]:
     """The rounds of parameters that this rank holds entirely."""
     round_, elements = Round(None, 0, []), 0
     for shard, rule in shards:
-        if round_.parameters and elements + shard.numel > _TOGETHER:
+        if round_.parameters and elements + shard.numel > _ELEMENTS_TOGETHER:
             yield round_
             round_, elements = Round(None, 0, []), 0
         held = {0: Span.of_whole("", shard.shape)}
@@ -120,7 +120,7 @@ def rounds_over(
     rounds, elements, units = [Round(group, rank, [])], 0, 0
     for n in order:
         shard = shards[n][0]
-        if elements >= _AT_A_TIME * len(ranks) and units >= len(ranks):
+        if elements >= _ELEMENTS_PER_RANK * len(ranks) and units >= len(ranks):
             rounds.append(Round(group, rank, []))
             elements = units = 0
         shard_units = [

@@ -35,7 +35,7 @@ from .versions import Versions
 __all__ = ["Plan"]
 
 # How many sets of active members are cached.
-_SETS = 8
+_CACHED_SETS = 8
 
 
 class Plan:
@@ -334,7 +334,7 @@ class Plan:
             key = bytes(is_active)
             if key not in self._sets:
                 # Experts, dropped layers and alternating freezes reuse a few sets.
-                if len(self._sets) == _SETS:
+                if len(self._sets) == _CACHED_SETS:
                     self._sets.clear()
                 self._sets[key] = Active.of(
                     is_active,

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 _ALIGNMENT = 64  # bytes
 # Elements copied at once, unless a single weight has more.
-_ELEMENTS = 1 << 24
+_ELEMENTS_AT_ONCE = 1 << 24
 
 
 class Scratch:
@@ -48,7 +48,7 @@ def in_turns(items: Sequence[_T], numel: Callable[[_T], int]) -> list[list[_T]]:
     turns: list[list[_T]] = [[]]
     total = 0
     for item in items:
-        if turns[-1] and total + numel(item) > _ELEMENTS:
+        if turns[-1] and total + numel(item) > _ELEMENTS_AT_ONCE:
             turns.append([])
             total = 0
         turns[-1].append(item)

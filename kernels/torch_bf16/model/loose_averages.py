@@ -23,7 +23,7 @@ __all__ = ["loose_averages"]
 # have nothing to do with each other differ by more than all of it.
 _CLOSE = 0.5
 # How many tensors with the shape of a weight are compared, and about how many numbers of each.
-_COMPARED, _NUMBERS = 8192, 256
+_COMPARED_TENSORS, _NUMBERS_OF_EACH = 8192, 256
 
 
 def loose_averages(
@@ -65,7 +65,7 @@ def _close(
         if place in alike and each.data_ptr() not in taken:
             found.setdefault(place, []).append(each)
     for place, some in found.items():
-        compared = some[:_COMPARED]
+        compared = some[:_COMPARED_TENSORS]
         for tensor, number in zip(compared, _closest(compared, alike[place]), strict=True):
             if number is not None:
                 yield tensor, alike[place][number]
@@ -124,4 +124,4 @@ def _closest(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int |
 
 def _some_numbers(tensor: Tensor) -> Tensor:
     bits = bits_of(tensor)
-    return bits.view(torch.bfloat16)[:: max(1, len(bits) // _NUMBERS)].float()
+    return bits.view(torch.bfloat16)[:: max(1, len(bits) // _NUMBERS_OF_EACH)].float()

@@ -70,7 +70,7 @@ _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionar
 _places: dict[int, tuple[ref[nn.Module], str]] = {}
 
 # Elements per sum. A shard may hold only parts of its first and last block: those are not compared.
-_SUMMED = 64
+_ELEMENTS_PER_SUM = 64
 
 
 def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -369,7 +369,7 @@ def _weights(places: Tensor) -> Tensor:
 
 
 def _block_size(numel: int) -> int:
-    return _SUMMED if numel > 4096 else 1
+    return _ELEMENTS_PER_SUM if numel > 4096 else 1
 
 
 def _same_bits(shard: Shard, remainder: _Remainder) -> bool | None:

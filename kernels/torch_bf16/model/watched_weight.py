@@ -15,7 +15,7 @@ from .stochastic_writes import looks_stochastic
 
 __all__ = ["WatchedWeight", "bits_of", "has_address", "is_comparable", "is_plain", "is_readable"]
 
-_ELEMENTS = 4096
+_COMPARED_ELEMENTS = 4096
 # If updates are lost, most numbers stay, and the others move by a few bf16 spacings, by more near
 # zero. A memory bank or a pruning mask replaces numbers by unrelated ones.
 _LOSSY_WRITES, _SMALL_MOVE = 2, 16
@@ -198,7 +198,7 @@ def is_readable(weight: Tensor) -> bool:
 
 def bits_of(weight: Tensor) -> Tensor:
     """int16, the bits of its first elements, 4,096 at most; a copy."""
-    return weight.detach().reshape(-1)[:_ELEMENTS].view(torch.int16).clone()
+    return weight.detach().reshape(-1)[:_COMPARED_ELEMENTS].view(torch.int16).clone()
 
 
 def _place(weight: Tensor) -> tuple[int, int]:

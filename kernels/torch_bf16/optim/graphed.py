@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["GraphedStep"]
 
 # Replays from one check of all that an ordinary step checks to the next.
-_EVERY = 64
+_REPLAYS_PER_CHECK = 64
 
 _NOTHING = nullcontext()
 
@@ -147,24 +147,21 @@ class GraphedStep:
             gradients = gradients_of(self._setting.parameters)
         if not all(map(is_, gradients, self._gradients)):
             before = self._check_every - 1
-            late = (
-                f". Up to {before} replays before this one did not check, and may have read the "
-                "old gradients"
-                if before
-                else ""
-            )
-            raise self._refusal(self._describe(gradients) + late)
+            why = self._describe(gradients)
+            if before:
+                why += f". Up to {before} replays before this one did not check, and may have read "
+                why += "the old gradients"
+            raise self._refusal(why)
         plan, setting, states = self._plan, self._setting, self._optimizer.state
         # Comparing addresses takes longer than comparing identities.
-        due = self._count % _EVERY < self._check_every or plan.is_active is not self._is_active
-        fits = not due or (
+        due = self._count % _REPLAYS_PER_CHECK < self._check_every
+        if (due or plan.is_active is not self._is_active) and not (
             plan.fits(setting, setting.parameters, states) and plan.suits(self._recording)
-        )
-        if not fits:
+        ):
             raise self._refusal(
                 "a parameter, a gradient or a state was moved by .data or replaced within the last "
-                f"{_EVERY + self._check_every - 1} replays, which updated the old memory. Move "
-                "tensors before graphed(), or call it again afterwards"
+                f"{_REPLAYS_PER_CHECK + self._check_every - 1} replays, which updated the old "
+                "memory. Move tensors before graphed(), or call it again afterwards"
             )
         self._is_active = plan.is_active
 

@@ -32,9 +32,9 @@ __all__ = [
     "without_remainders",
 ]
 
-# A warning names writes in place before _BLENDS of _WINDOW steps, as by a Lookahead: loading, or
-# making weights anew, is rarer. Only the first _OBSERVED steps count: the host waits for it.
-_BLENDS, _WINDOW, _OBSERVED = 4, 64, 256
+# A warning names writes in place before so many steps of a window, as by a Lookahead: loading, or
+# making weights anew, is rarer. Only the first steps of a run are observed: the host waits for it.
+_BLENDED_STEPS, _STEPS_IN_WINDOW, _OBSERVED_STEPS = 4, 64, 256
 
 
 class _Written(Protocol):
@@ -190,15 +190,15 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
         optimizer.state,
         engine.snapshots,
         count=counts,
-        count_in_place=counts and engine.steps < _OBSERVED,
+        count_in_place=counts and engine.steps < _OBSERVED_STEPS,
     )
     if written.in_place:
         _warn_of_second_master(optimizer, shards)
     if written.in_place and not engine.warned_of_second_master:
-        recent = [each for each in engine.blended_steps if each > engine.steps - _WINDOW]
+        recent = [each for each in engine.blended_steps if each > engine.steps - _STEPS_IN_WINDOW]
         # Released steps come one by one.
         engine.blended_steps = [*dict.fromkeys([*recent, engine.steps])]
-    if written.through_data or len(engine.blended_steps) >= _BLENDS:
+    if written.through_data or len(engine.blended_steps) >= _BLENDED_STEPS:
         engine.warned_of_data_writes, engine.blended_steps = True, []
         how = (
             f"{written.through_data} bf16 weights were written through p.data since the last step"

@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["settle_at_exit"]
 
 _PAUSE = 0.02
-_BOUND = 10.0
+_LONGEST_WAIT = 10.0
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def settle_at_exit() -> None:
 
 def _settle() -> None:
     """Wait, without the GIL, until no thread of gloo has run during a pause."""
-    before, end = None, time.monotonic() + _BOUND
+    before, end = None, time.monotonic() + _LONGEST_WAIT
     while (now := _gloo()) != before and time.monotonic() < end:
         before = now
         time.sleep(_PAUSE)

@@ -38,7 +38,7 @@ _CLASSES = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
 }
-_SMALL = 1 << 20
+_LARGEST_OBJECT = 1 << 20  # bytes
 _WORDS = ("state", "param_groups", HEADER)
 
 
@@ -177,7 +177,7 @@ def _value(
     if hasattr(entry, "chunks"):
         return tensor_of_parts(folder, key, entry, places, verify)
     place = next(iter(places.values()), None)
-    if place is None or place.length > _SMALL:
+    if place is None or place.length > _LARGEST_OBJECT:
         return None
     file = folder / place.relative_path
     try:
