@@ -64,6 +64,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
 
     torch_class = torch.optim.Adafactor
     decouples = True
+    _rule = ADAFACTOR
 
     def __init__(
         self,
@@ -91,9 +92,6 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         super()._check_options(group, number)
         with prefix_errors(lambda: f"parameter group {number}:"):
             _check_direction(group)
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return ADAFACTOR
 
     def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         return ADAFACTOR if len(shard_of(parameter).shape) > 1 else ADAFACTOR_VECTOR

@@ -91,6 +91,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
     """
 
     torch_class = torch.optim.Adagrad
+    _rule = rules.ADAGRAD
 
     def __init__(
         self,
@@ -124,6 +125,3 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
             "first step, by each process for itself, and processes that stepped over the same "
             "memory would overwrite one another's. Train with DDP, or with torch.optim.Adagrad"
         )
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return rules.ADAGRAD

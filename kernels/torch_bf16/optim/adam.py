@@ -24,6 +24,8 @@ class _AdamFamily(BF16Optimizer):
     family = "adam"
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
+        if (variant := variant_of(group, self.variants)) is not None:
+            return variant
         if self.decouples_decay(group):
             return rules.ADAMW_AMSGRAD if group["amsgrad"] else rules.ADAMW
         return rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM
@@ -120,9 +122,6 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     ) -> None:
         self._construct(locals())
 
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return variant_of(group, self.variants) or super().rule_of_group(group)
-
 
 class Adam(_AdamFamily, torch.optim.Adam):
     """Adam (Kingma & Ba, 2015), with decay as an L2 penalty, whose numbers are stored by a recipe.
@@ -184,6 +183,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
 
     torch_class = torch.optim.NAdam
     family = "adam"
+    _rule = rules.NADAM
 
     def __init__(
         self,
@@ -205,9 +205,6 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return rules.NADAM
 
     def _complete(self, state: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
         ours = {key: value for key, value in state.items() if key != "mu_product"}
@@ -255,6 +252,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
 
     torch_class = torch.optim.RAdam
     family = "adam"
+    _rule = rules.RADAM
 
     def __init__(
         self,
@@ -275,9 +273,6 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
         release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return rules.RADAM
 
 
 class ADOPT(BF16Optimizer):
@@ -302,6 +297,7 @@ class ADOPT(BF16Optimizer):
     """
 
     family = "adopt"
+    _rule = rules.ADOPT
 
     def __init__(
         self,
@@ -321,6 +317,3 @@ class ADOPT(BF16Optimizer):
     ) -> None:
         check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return rules.ADOPT

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import Rule
 
 from .optimizer import BF16Optimizer
-from .variants import OF_LION, variant_of
+from .variants import OF_LION
 
 __all__ = ["Lion"]
 
@@ -39,6 +38,7 @@ class Lion(BF16Optimizer):
     decouples = True
     variants = OF_LION
     family = "lion"
+    _rule = rules.LION
 
     def __init__(
         self,
@@ -56,6 +56,3 @@ class Lion(BF16Optimizer):
     ) -> None:
         check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return variant_of(group, self.variants) or rules.LION

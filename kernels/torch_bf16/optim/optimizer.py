@@ -35,7 +35,7 @@ from .planning import check_recipe, make_plan, name_late_fp32, with_gradients
 from .replaced import check_in_model
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
-from .variants import NONE, VARIANTS, check_variant
+from .variants import NONE, VARIANTS, check_variant, variant_of
 
 __all__ = ["BF16Optimizer"]
 
@@ -56,6 +56,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     torch_class: ClassVar[type[torch.optim.Optimizer]]
     decouples: ClassVar[bool] = False  # whether weight decay acts on the weights by default
     variants: ClassVar[Mapping[str, Rule]] = NONE
+    _rule: ClassVar[Rule]  # of every group without a variant, unless rule_of_group() is overridden
     family: ClassVar[str | None] = None  # see schema.check_family
     # GradScaler leaves unscaling to the step, which reads the grad_scale and found_inf it sets.
     _step_supports_amp_scaling: ClassVar[bool] = True
@@ -114,7 +115,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
-        raise NotImplementedError
+        return variant_of(group, self.variants) or self._rule
 
     def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         """The update rule of a parameter; overridden if it depends on the shape."""

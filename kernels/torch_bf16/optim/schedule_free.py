@@ -17,7 +17,7 @@ from torch_bf16.backends.subnormals import subnormals_kept
 from torch_bf16.errors import UNTOUCHED, Label, prefix_errors, suffix_errors
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import ITERATE, Rule, State
+from torch_bf16.rules import ITERATE, State
 from torch_bf16.rules.schedule_free import average_weight, interpolation
 from torch_bf16.sharding import Shard, as_real, local, reshard, shard_of
 from torch_bf16.states.completion import complete_state
@@ -253,6 +253,8 @@ class AdamWScheduleFree(_ScheduleFree):
         >>> optimizer.train()
     """
 
+    _rule = rules.SCHEDULE_FREE_ADAMW
+
     def __init__(
         self,
         params: Any,
@@ -271,9 +273,6 @@ class AdamWScheduleFree(_ScheduleFree):
     ) -> None:
         self._construct_counting(locals())
 
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return rules.SCHEDULE_FREE_ADAMW
-
 
 class SGDScheduleFree(_ScheduleFree):
     """Schedule-free SGD (Defazio et al., 2024); for the rest, see :class:`AdamWScheduleFree`.
@@ -287,6 +286,8 @@ class SGDScheduleFree(_ScheduleFree):
     Example:
         >>> optimizer = torch_bf16.SGDScheduleFree(model.parameters(), lr=1.0, momentum=0.9)
     """
+
+    _rule = rules.SCHEDULE_FREE_SGD
 
     def __init__(
         self,
@@ -304,6 +305,3 @@ class SGDScheduleFree(_ScheduleFree):
         release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct_counting(locals())
-
-    def rule_of_group(self, group: dict[str, Any]) -> Rule:
-        return rules.SCHEDULE_FREE_SGD
