@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_bf16.sharding import Parameters, unlike_memory
 
 from .addresses import Addresses
+from .member import Member
 from .metadata import Metadata
 
 __all__ = ["Block", "BlockGradients", "addresses_of_present", "readable"]
@@ -44,24 +45,16 @@ class Block:
     """Parameters that are checked together.
 
     Args:
-        parameters: most have gradients.
-        states: the state of each.
-        keys: for each parameter, the keys of its state that the step uses.
-        dtypes: of the gradients, one for each parameter.
+        members: one for each parameter; most have gradients.
     """
 
-    def __init__(
-        self,
-        parameters: list[Tensor],
-        states: Sequence[Mapping[str, Any]],
-        keys: Sequence[tuple[str, ...]],
-        dtypes: Sequence[torch.dtype],
-    ) -> None:
-        self.parameters, self._dtypes, self._keys = parameters, list(dtypes), keys
-        pairs = zip(states, keys, strict=True)
-        self._planned_values = [state[key] for state, some in pairs for key in some]
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.parameters = parameters = [each.parameter for each in members]
+        self._dtypes = [each.gradient_dtype for each in members]
+        self._keys = keys = [each.keys for each in members]
+        self._planned_values = [each.state[key] for each in members for key in each.keys]
         # Everything in the states, including what the step does not use, in the order of the dicts.
-        self._values = [*_values(states), _END]
+        self._values = [*_values([each.state for each in members]), _END]
         tensors = [isinstance(each, Tensor) for each in self._planned_values]
         # For each tensor in the states, the place of its parameter.
         owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(keys))

@@ -8,17 +8,13 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from torch_bf16.sharding import (
-    Shard,
-    all_same,
-    no_torch_function,
-)
+from torch_bf16.sharding import all_same, no_torch_function
 
 from .addresses import Addresses
 from .block import Block, BlockGradients, addresses_of_present, readable
+from .member import Member
 from .states import States
 
 __all__ = ["Guard", "StepGradients"]
@@ -52,35 +48,23 @@ class Guard:
     gradient that differs.
 
     Args:
-        shards: one for each parameter; most have gradients.
-        states: the optimizer's state.
-        keys: for each parameter, the keys of its state that the step uses.
-        dtypes: of the gradients, one for each parameter.
+        members: one for each parameter; most have gradients.
+        states: the optimizer's state, which has theirs.
 
     Attributes:
         is_active: for each parameter whether it has a gradient in this step. A different set of
             gradients gets a new list.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        states: dict[Tensor, Any],
-        keys: Sequence[tuple[str, ...]],
-        dtypes: Sequence[torch.dtype],
-    ) -> None:
-        self._shards, self._states = list(shards), states
+    def __init__(self, members: Sequence[Member], states: dict[Tensor, Any]) -> None:
+        self._shards, self._states = [each.shard for each in members], states
         self._replaced = getattr(states, "replaced", None)
-        self._parameters = [each.parameter for each in shards]
+        self._parameters = [each.parameter for each in members]
         self._candidates: Sequence[Tensor] = self._parameters
         self._strangers: list[Tensor] = []
         with no_torch_function():
-            self._blocks = []
-            for first in range(0, len(shards), _PARAMETERS_IN_BLOCK):
-                here = slice(first, first + _PARAMETERS_IN_BLOCK)
-                some = self._parameters[here]
-                of_some = [dict.__getitem__(states, each) for each in some]
-                self._blocks.append(Block(some, of_some, keys[here], dtypes[here]))
+            firsts = range(0, len(members), _PARAMETERS_IN_BLOCK)
+            self._blocks = [Block(members[n : n + _PARAMETERS_IN_BLOCK]) for n in firsts]
             self.is_active = [each.grad is not None for each in self._parameters]
         # Found by the last check; kept only until the step that follows it.
         self._gradients: StepGradients | None = None

@@ -122,10 +122,7 @@ class Plan:
 
         Members with a gradient are active in the next step.
         """
-        shards = [member.shard for member in self.members]
-        keys = [member.keys for member in self.members]
-        dtypes = [member.gradient_dtype for member in self.members]
-        self._guard = Guard(shards, states, keys, dtypes)
+        self._guard = Guard(self.members, states)
 
     def fits(
         self,
