@@ -211,4 +211,4 @@ def test_a_parameters_place_is_counted_once_for_all_groups():
     optimizer.load_state_dict(optimizer.state_dict())
     names = optimizer._engine.names
     assert names.known(optimizer.param_groups) == [[None], [None], [None]]
-    assert [names.key(optimizer.param_groups, n, 0, n) for n in range(3)] == ["#0", "#1", "#2"]
+    assert [*names.keys(optimizer.param_groups).values()] == ["#0", "#1", "#2"]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
 from . import inherited_masters
+from .overview import Place
 from .overwritten import without_remainders
 
 if TYPE_CHECKING:
@@ -32,19 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Write", "exact_weights", "find_and_write", "read", "write"]
 
-_Place: TypeAlias = tuple[int, int]
-
 
 class Write(NamedTuple):
     """Numbers for a parameter.
 
     Attributes:
-        place: the number of the parameter's group in the optimizer, and its position there.
+        place: where the parameter is in the optimizer.
         parameter: the parameter.
         value: the numbers.
     """
 
-    place: _Place
+    place: Place
     parameter: Tensor
     value: Tensor
 
@@ -143,7 +142,7 @@ def _queue(
     return state
 
 
-def _check_value(optimizer: BF16Optimizer, place: _Place, parameter: Tensor, value: Tensor) -> None:
+def _check_value(optimizer: BF16Optimizer, place: Place, parameter: Tensor, value: Tensor) -> None:
     wanted = torch.complex64 if parameter.is_complex() else torch.float32
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (parameter.shape, wanted):
         given = with_article(value)
@@ -288,8 +287,8 @@ def _write_others(
         remainders.remember(model, bits_of)
 
 
-def _placed(optimizer: BF16Optimizer) -> Iterator[tuple[_Place, Tensor]]:
-    """Each parameter, with the number of its group and its position there."""
+def _placed(optimizer: BF16Optimizer) -> Iterator[tuple[Place, Tensor]]:
+    """Each parameter with its place."""
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            yield (number, position), parameter
+            yield Place(number, position), parameter

@@ -30,17 +30,13 @@ __all__ = ["Overview", "Place", "overview_of"]
 
 
 class Place(NamedTuple):
-    """Where a parameter is in the groups; places compare in their order.
+    """Where a parameter is: the number of its group, and its position there.
 
-    Attributes:
-        group: number of the group.
-        position: position of the parameter in it.
-        before: number of parameters in the groups before it.
+    Places compare in their order.
     """
 
     group: int
     position: int
-    before: int
 
 
 class Overview:
@@ -53,19 +49,19 @@ class Overview:
 
     Attributes:
         again: by id of a parameter that is in the groups twice, its second place.
+        keys: of the noise, by id of the parameter.
         orphan: the shape of a parameter that has a state and is in no group; None if none is.
     """
 
     def __init__(self, optimizer: BF16Optimizer) -> None:
         self.again: dict[int, Place] = {}
+        self.keys = optimizer._engine.names.keys(optimizer.param_groups)
         self._places: dict[int, Place] = {}
-        before = 0
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                place = Place(number, position, before)
+                place = Place(number, position)
                 if self._places.setdefault(id(parameter), place) is not place:
                     self.again.setdefault(id(parameter), place)
-            before += len(group["params"])
         self.orphan = orphan_in(optimizer.state, self._places)
         self._rounds: dict[int, Round] | None = None
         self._every_round: list[Round] = []
@@ -116,7 +112,7 @@ class Overview:
         if not any(needed):
             return
         every = parameters is None
-        for number, position, _ in self._places.values() if every else self.places_of(parameters):
+        for number, position in self._places.values() if every else self.places_of(parameters):
             if needed[number]:
                 shard = shard_of(groups[number]["params"][position])
                 if shard.sharded:

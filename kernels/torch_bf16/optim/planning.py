@@ -60,10 +60,10 @@ def collect(
     collected, labels = [], {}
     inherited_masters.keep(optimizer, parameters)
     groups = optimizer.param_groups
-    for number, position, before in overview.places_of(parameters):
+    for number, position in overview.places_of(parameters):
         parameter = groups[number]["params"][position]
         labels[parameter] = label = functools.partial(optimizer.label, number, position)
-        shard = shard_of(parameter, engine.names.key(groups, number, position, before))
+        shard = shard_of(parameter, overview.keys[id(parameter)])
         with prefix_errors(label):
             if snapshot := engine.snapshots.get(parameter):
                 state = dict.get(optimizer.state, parameter, {})

@@ -27,6 +27,7 @@ from torch_bf16.states.recoding import Changes
 from . import exact_weights
 from .exact_weights import Write
 from .optimizer import BF16Optimizer
+from .overview import Place
 
 __all__ = ["AdamWScheduleFree", "SGDScheduleFree"]
 
@@ -90,15 +91,15 @@ class _ScheduleFree(BF16Optimizer):
                 state = dict.get(self.state, parameter, {})
                 # Before the first step, which copies the weight to z, z is zero.
                 if "z" in state and int(state["step"]):
-                    self._swap((number, position), parameter, beta1, mode)
+                    self._swap(Place(number, position), parameter, beta1, mode)
                     swapped.append((position, parameter))
         except BaseException:
             # A group has a single mode: the next call would swap these parameters again.
             for position, parameter in swapped:
-                self._swap((number, position), parameter, beta1, not mode)
+                self._swap(Place(number, position), parameter, beta1, not mode)
             raise
 
-    def _swap(self, place: tuple[int, int], parameter: Tensor, beta1: float, mode: bool) -> None:
+    def _swap(self, place: Place, parameter: Tensor, beta1: float, mode: bool) -> None:
         shard, state = shard_of(parameter), dict.get(self.state, parameter, {})
         format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
         now = as_real(local(self.exact_weight(parameter))).contiguous()
