@@ -18,10 +18,10 @@ __all__ = [
     "cast_recipe",
     "cast_recipes",
     "is_of_cast_model",
-    "kept_weights",
+    "kept_ids",
     "name_in_cast_model",
     "note",
-    "recast_weights",
+    "recast_ids",
     "stored_by",
 ]
 
@@ -140,18 +140,20 @@ def cast_models() -> Iterator[nn.Module]:
     return (sub for sub, cast in _all() if not cast.name)
 
 
-def recast_weights() -> Iterator[nn.Parameter]:
-    """The weights that ``cast_model`` has cast to bf16 and that something has made fp32 again."""
-    return _fp32_weights(lambda known: known.cast)
+def recast_ids() -> set[int]:
+    """Ids of the weights that ``cast_model`` has cast to bf16 and something has made fp32 again."""
+    return _fp32_ids(lambda known: known.cast)
 
 
-def kept_weights() -> Iterator[nn.Parameter]:
-    """The fp32 weights that ``keep_fp32`` of a recipe has named, or their model itself."""
-    return _fp32_weights(lambda known: known.kept)
+def kept_ids() -> set[int]:
+    """Ids of the fp32 weights that ``keep_fp32`` of a recipe has named, or their model itself."""
+    return _fp32_ids(lambda known: known.kept)
 
 
-def _fp32_weights(names: Callable[[_Cast], Container[str]]) -> Iterator[nn.Parameter]:
-    for sub, known in _all():
-        for name, p in sub.named_parameters(recurse=False):
-            if p.dtype == torch.float32 and name in names(known):
-                yield p
+def _fp32_ids(names: Callable[[_Cast], Container[str]]) -> set[int]:
+    return {
+        id(p)
+        for sub, known in _all()
+        for name, p in sub.named_parameters(recurse=False)
+        if p.dtype == torch.float32 and name in names(known)
+    }

@@ -175,7 +175,7 @@ def _refuse_recast(parameter: Tensor, label: Label) -> None:
     Raises:
         StateMismatchError: the fp32 weight is what rounding to bf16 has left of it.
     """
-    if any(each is parameter for each in cast_modules.recast_weights()):
+    if id(parameter) in cast_modules.recast_ids():
         raise StateMismatchError(
             f"{label()} was cast to bfloat16, its state has the remainder of its fp32 number, and "
             "it is float32 again, because a module, a hook or the program has recast it. Let the "
@@ -269,7 +269,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
         return []
     fp32 = [each.shard for each in members if each.parameter.dtype == torch.float32]
     # Losses with weights of their own cast these to the dtype of their inputs.
-    made_fp32 = {id(p) for p in cast_modules.recast_weights()} if fp32 else ()
+    made_fp32 = cast_modules.recast_ids() if fp32 else ()
     recast = [shard for shard in fp32 if id(shard.parameter) in made_fp32]
     alone = [each.shard for each in members if len(each.formats[0].planes) == 1]
     known = remainders.find_remainders(alone)
@@ -285,7 +285,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
             "torch_bf16.prepare(model, optimizer, recipe) does"
         )
     parameters = [each.parameter for each in matrices if id(each.parameter) not in made_fp32]
-    kept = {id(p) for p in cast_modules.kept_weights()} if fp32 else ()
+    kept = cast_modules.kept_ids() if fp32 else ()
     if (
         parameters
         and all(p.dtype == torch.float32 and id(p) not in kept for p in parameters)
@@ -309,7 +309,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
 
 def name_late_fp32(optimizer: BF16Optimizer) -> None:
     """Say that the last group brings fp32 matrices into a training whose other weights are bf16."""
-    known = {*map(id, cast_modules.kept_weights()), *map(id, cast_modules.recast_weights())}
+    known = cast_modules.kept_ids() | cast_modules.recast_ids()
     late = [
         each
         for each in optimizer.param_groups[-1]["params"]
