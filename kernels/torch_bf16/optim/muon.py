@@ -158,11 +158,12 @@ class Muon(BF16Optimizer, _TorchMuon):
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         super()._check_group(group, number)
-        if group.get("use_muon", True):
-            check_real(group, number, type(self).__name__)
+        if not group.get("use_muon", True):
+            return
+        check_real(group, number, type(self).__name__)
         names = group.get("param_names") or []
         for position, parameter in enumerate(group["params"]):
-            if group.get("use_muon", True) and not is_lazy(parameter):
+            if not is_lazy(parameter):
                 name = names[position] if position < len(names) else f"number {position}"
                 with prefix_errors(lambda name=name: f"parameter {name} of group {number}"):
                     _check_shape(shard_of(parameter).shape)

@@ -107,13 +107,13 @@ def make_plan(
         remainders.forget(*_check_cast(optimizer, members))
     if last is None:
         shared_noise.warn_if_shared(optimizer, members)
+    overview = overview_of(optimizer)
     if kept:
         for parameter in kept.keys() & steps.keys():
             kept[parameter].state["step"] = steps[parameter]
-        members = overview_of(optimizer).in_order([*kept.values(), *members])
+        members = overview.in_order([*kept.values(), *members])
     # The plan puts its own ``step`` tensors there.
     note_replaced(optimizer.state)
-    overview = overview_of(optimizer)
     # Each released step is taken separately; in others, ranks may have gradients that others lack.
     only = None if engine.release is None else [each.parameter for each in members]
     rounds = overview.rounds(optimizer, only)
