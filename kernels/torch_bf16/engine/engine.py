@@ -96,9 +96,9 @@ class Engine:
         setting: the setting that the plan was made for.
         overview: what the plans of the present step share; see :mod:`torch_bf16.optim.overview`.
         snapshots: versions, dtypes and shapes of parameters after the last step.
-        loaded: versions of parameters when their states were loaded. No snapshots: weights that are
-            loaded after them are those that the states were saved with.
-        loaded_masters: those of them whose states have an exact master.
+        loaded: versions of parameters when their states were loaded, and whether these have an
+            exact master. No snapshots: weights that are loaded after them are those that the states
+            were saved with.
         captured: plans that CUDA graphs refer to; kept alive for them.
         accumulation: how gradients are summed, if not by torch.
         release: release of gradients inside the backward pass.
@@ -212,8 +212,7 @@ class Engine:
         self.setting: Setting | None = None
         self.overview: Any = None
         self.snapshots: dict[Tensor, Snapshot] = {}
-        self.loaded: dict[Tensor, int] = {}
-        self.loaded_masters: set[Tensor] = set()
+        self.loaded: dict[Tensor, tuple[int, bool]] = {}
         self._shown: tuple[int, ...] = ()
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 
@@ -260,16 +259,14 @@ class Engine:
         version = shard.version()
         return any(each is not None and each.version == version for each in others)
 
-    def version_beside_master(self, parameter: Tensor) -> int | None:
-        """The version that a step or a load left of a weight with an exact master; else None."""
-        snapshot = self.snapshots.get(parameter)
-        has = parameter in self.loaded_masters if snapshot is None else bool(snapshot.masters)
-        return self.version_left(parameter) if has else None
+    def version_left(self, parameter: Tensor) -> tuple[int | None, bool]:
+        """The version that a step or a load left of a parameter, and whether it has a master then.
 
-    def version_left(self, parameter: Tensor) -> int | None:
-        """The version that a step or a load left of a parameter; None if there was neither."""
-        snapshot = self.snapshots.get(parameter)
-        return self.loaded.get(parameter) if snapshot is None else snapshot.version
+        None if there was neither.
+        """
+        if (snapshot := self.snapshots.get(parameter)) is not None:
+            return snapshot.version, bool(snapshot.masters)
+        return self.loaded.get(parameter, (None, False))
 
     def watches(self, parameters: Iterable[Tensor]) -> Iterator[DataWatch | None]:
         """The watches over writes to these parameters, lazily, for those that have a snapshot."""
@@ -289,7 +286,8 @@ def has_living_master(parameter: Tensor) -> bool:
     """Whether an optimizer has an exact master of a weight that is as this optimizer left it."""
     if parameter.dtype != torch.bfloat16:
         return False
-    versions = {each.version_beside_master(parameter) for each in _engines} - {None}
+    left = (each.version_left(parameter) for each in _engines)
+    versions = {version for version, has_master in left if has_master}
     return bool(versions) and shard_of(parameter).version() in versions
 
 

@@ -88,7 +88,7 @@ def _has_master(state: Any) -> bool:
 
 def _is_last(optimizer: BF16Optimizer, parameter: Tensor) -> bool:
     """Whether nothing has written a weight since the optimizer has stepped or loaded it."""
-    return optimizer._engine.version_left(parameter) == shard_of(parameter).version()
+    return optimizer._engine.version_left(parameter)[0] == shard_of(parameter).version()
 
 
 def _waiting(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> set[Tensor]:

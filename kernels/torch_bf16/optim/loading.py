@@ -127,9 +127,8 @@ class _Loading:
         inherited_masters.keep(optimizer, parameters_of(optimizer))
         set_seen(optimizer.state, self._was_seen)
         optimizer._engine.invalidate()
-        optimizer._engine.loaded = {each: shard_of(each).version() for each in states}
-        optimizer._engine.loaded_masters = {
-            parameter for parameter, state in states.items() if not MASTERS.isdisjoint(state)
+        optimizer._engine.loaded = {
+            p: (shard_of(p).version(), not MASTERS.isdisjoint(state)) for p, state in states.items()
         }
         optimizer._engine.load_norm(header.get("last_norm"), begun=bool(states))
         if header.get(schema.WRITTEN):
