@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.engine import engine
 from torch_bf16.living import LivingSet
 from torch_bf16.model import remainders
 from torch_bf16.numerics.rounding import split16
@@ -250,7 +251,7 @@ def test_a_master_that_was_set_before_any_step_is_passed_on(recipe):
 
 def test_a_new_optimizer_does_not_look_through_others_that_have_no_masters(recipe, monkeypatch):
     """One for each of thousands of parameters would look at millions."""
-    monkeypatch.setattr(inherited_masters, "_engines", LivingSet())
+    monkeypatch.setattr(engine, "_engines", LivingSet())
     looked = []
     waiting = inherited_masters._waiting
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ from .plan import Plan
 from .setting import Setting
 from .versions import Snapshot
 
-__all__ = ["Engine", "Observer", "engine_of", "has_living_master"]
+__all__ = ["Engine", "Observer", "begun_optimizers", "engine_of", "has_living_master"]
 
 
 class Observer(Protocol):
@@ -75,7 +75,7 @@ class Release(Protocol):
         ...
 
 
-# All that live, to find out whose step has written a weight.
+# Of living optimizers that may have stepped: of many that are made one after the other, none has.
 _engines: LivingSet[Engine] = LivingSet()
 
 
@@ -138,6 +138,9 @@ class Engine:
         self.optimizer: Callable[[], Any] = _unknown
         self.pending = Pending()
         self.invalidate()
+
+    def begin(self) -> None:
+        """Let others find this optimizer, which is about to step, load states or write weights."""
         _engines.add(self)
 
     def requests_for_next_step(self, too_late: str) -> Pending:
@@ -280,6 +283,11 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["names"])
         self.release_options, self.last_norm = state["release_options"], state["last_norm"]
+
+
+def begun_optimizers() -> list[Any]:
+    """The living optimizers that may have stepped, loaded states or written weights."""
+    return [each for engine in _engines if (each := engine.optimizer()) is not None]
 
 
 def has_living_master(parameter: Tensor) -> bool:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import fetch
-from torch_bf16.engine.engine import Engine
-from torch_bf16.living import LivingSet
+from torch_bf16.engine.engine import begun_optimizers
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import local, shard_of
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["inherit", "keep", "register"]
 
-# Of the optimizers that may have masters: of many that are made one after the other, none has any.
-_engines: LivingSet[Engine] = LivingSet()
-
 
 def inherit(optimizer: BF16Optimizer) -> None:
     """Let a new optimizer start from the exact masters that a living one has of its parameters.
@@ -40,17 +36,16 @@ def inherit(optimizer: BF16Optimizer) -> None:
     They are copied, and wait for the first step as the bits do that a cast drops.
     """
     optimizer._engine.optimizer = ref(optimizer)
-    others = [each for engine in _engines if (each := engine.optimizer()) is not None]
-    if others and (waiting := _waiting(optimizer, parameters_of(optimizer))):
-        planes = {}
-        for other in others:
-            # Most of many optimizers, such as one for each parameter, have none of these.
-            for parameter in dict.keys(other.state) & waiting:
-                state = dict.get(other.state, parameter, {})
-                if _is_last(other, parameter) and _has_master(state):
-                    waiting.discard(parameter)
-                    planes[parameter] = other, state
-        _remember(planes)
+    others, planes = begun_optimizers(), {}
+    waiting = _waiting(optimizer, parameters_of(optimizer)) if others else set()
+    for other in others:
+        # Most of many optimizers, such as one for each parameter, have none of these.
+        for parameter in dict.keys(other.state) & waiting:
+            state = dict.get(other.state, parameter, {})
+            if _is_last(other, parameter) and _has_master(state):
+                waiting.discard(parameter)
+                planes[parameter] = other, state
+    _remember(planes)
 
 
 def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -62,7 +57,7 @@ def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
         optimizer: the optimizer.
         parameters: those whose states count.
     """
-    _engines.add(optimizer._engine)
+    optimizer._engine.begin()
     snapshots, lost = optimizer._engine.snapshots, {}
     for each in parameters:
         snapshot = snapshots.get(each)
@@ -79,7 +74,7 @@ def keep(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
 def register(optimizer: BF16Optimizer) -> None:
     """Let later optimizers inherit masters from one that is a copy or unpickled."""
     optimizer._engine.optimizer = ref(optimizer)
-    _engines.add(optimizer._engine)
+    optimizer._engine.begin()
 
 
 def _has_master(state: Any) -> bool:
