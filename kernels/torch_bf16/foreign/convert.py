@@ -15,6 +15,7 @@ from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.model.remainders import find_remainder
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.overview import placed
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.parameters import parameters_of
@@ -195,21 +196,20 @@ def _replace_options(optimizer: torch.optim.Optimizer, target: type[BF16Optimize
 
 def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
     taken: dict[Any, dict[str, Any]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            state = optimizer.state.get(parameter)
-            if fused and state and float(state.get("step", 1)) == 0:
-                taken[parameter] = {}  # torch's Adagrad makes it before the first step
-            elif state:
-                label = functools.partial(optimizer.label, number, position)
-                shard = shard_of(parameter)
-                restored = restored_remainders(state)
-                if restored and _holds_bf16(shard):
-                    state = {**state, **restored}
-                    if parameter.dtype == torch.float32:  # Accelerate casts the model afterwards
-                        taken[parameter] = state
-                        continue
-                taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
+    for place, parameter in placed(optimizer):
+        state = optimizer.state.get(parameter)
+        if fused and state and float(state.get("step", 1)) == 0:
+            taken[parameter] = {}  # torch's Adagrad makes it before the first step
+        elif state:
+            shard, group = shard_of(parameter), optimizer.param_groups[place.group]
+            restored = restored_remainders(state)
+            if restored and _holds_bf16(shard):
+                state = {**state, **restored}
+                if parameter.dtype == torch.float32:  # Accelerate casts the model afterwards
+                    taken[parameter] = state
+                    continue
+            label = functools.partial(optimizer.label, *place)
+            taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
     return taken
 
 

@@ -25,7 +25,7 @@ from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
 from . import inherited_masters
-from .overview import Place
+from .overview import Place, placed
 from .overwritten import without_remainders
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
 
 def find_and_write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
-    place = next((place for place, each in _placed(optimizer) if each is parameter), None)
+    place = next((place for place, each in placed(optimizer) if each is parameter), None)
     if place is None:
         raise ValueError(
             f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in "
@@ -189,7 +189,7 @@ def exact_weights(
     """
     check_module("exact_weights", model)
     ours = optimizers_for("exact_weights", optimizers)
-    owners = {p: (each, place) for each in ours for place, p in _placed(each)}
+    owners = {p: (each, place) for each in ours for place, p in placed(each)}
     # Parameters that FSDP2 has gathered for an evaluation are not those of the optimizer.
     reshard(owners)
     reshard(each for unit in units(model) for each in unit.parameters)
@@ -285,10 +285,3 @@ def _write_others(
         parameter.copy_(visible)
     if bits_of:
         remainders.remember(model, bits_of)
-
-
-def _placed(optimizer: BF16Optimizer) -> Iterator[tuple[Place, Tensor]]:
-    """Each parameter with its place."""
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            yield Place(number, position), parameter

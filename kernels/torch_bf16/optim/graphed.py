@@ -15,6 +15,7 @@ from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import gradients_of, no_torch_function
 
+from .overview import placed
 from .overwritten import drop_remainders
 from .planning import make_plan, with_gradients
 
@@ -166,12 +167,10 @@ class GraphedStep:
         self._is_active = plan.is_active
 
     def _describe(self, gradients: list[Any]) -> str:
-        pairs = zip(gradients, self._gradients, strict=True)
-        number = next(n for n, (now, then) in enumerate(pairs) if now is not then)
-        groups = enumerate(self._optimizer.param_groups)
-        places = [(group, place) for group, each in groups for place in range(len(each["params"]))]
-        label = self._optimizer.label(*places[number])
-        if gradients[number] is None:
+        rows = zip(gradients, self._gradients, placed(self._optimizer), strict=True)
+        gradient, place = next((now, place) for now, then, (place, _) in rows if now is not then)
+        label = self._optimizer.label(*place)
+        if gradient is None:
             return (
                 f"{label} has no gradient any more. Keep gradients where they are by "
                 "zero_grad(set_to_none=False), also of the model, or call graphed() again"

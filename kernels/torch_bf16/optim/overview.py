@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from .replaced import orphan_in
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["Overview", "Place", "overview_of"]
+__all__ = ["Overview", "Place", "overview_of", "placed"]
 
 
 class Place(NamedTuple):
@@ -37,6 +37,13 @@ class Place(NamedTuple):
 
     group: int
     position: int
+
+
+def placed(optimizer: Any) -> Iterator[tuple[Place, Tensor]]:
+    """Each parameter of an optimizer, with its place."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield Place(number, position), parameter
 
 
 class Overview:
@@ -57,11 +64,9 @@ class Overview:
         self.again: dict[int, Place] = {}
         self.keys = optimizer._engine.names.keys(optimizer.param_groups)
         self._places: dict[int, Place] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                place = Place(number, position)
-                if self._places.setdefault(id(parameter), place) is not place:
-                    self.again.setdefault(id(parameter), place)
+        for place, parameter in placed(optimizer):
+            if self._places.setdefault(id(parameter), place) is not place:
+                self.again.setdefault(id(parameter), place)
         self.orphan = orphan_in(optimizer.state, self._places)
         self._rounds: dict[int, Round] | None = None
         self._every_round: list[Round] = []
