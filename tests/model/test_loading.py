@@ -180,6 +180,38 @@ def test_weights_that_are_loaded_between_steps_are_saved_exactly(recipe, made):
     assert_equal(exact(again, other), source.values())
 
 
+@pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adamax])
+@pytest.mark.parametrize("recipe", [RECIPES["remainder"], RECIPES["beside"]], ids=lambda r: r.name)
+def test_fp32_weights_that_are_loaded_after_states_replace_their_masters(recipe, made):
+    net = network(1)
+    optimizer = prepared(net, recipe, made)
+    train(net, optimizer)
+    saved = net.state_dict(), optimizer.state_dict()
+    again, source = network(2), network().state_dict()
+    other = prepared(again, recipe, made)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    again.load_state_dict(source)
+    assert_equal(exact(again, other), source.values())
+    for parameter in again.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    other.param_groups[0]["lr"] = 0.0
+    other.step()
+    assert_equal(exact(again, other), source.values())
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["remainder"], RECIPES["beside"]], ids=lambda r: r.name)
+def test_bf16_weights_that_are_loaded_after_states_are_those_of_their_masters(recipe):
+    net = network(1)
+    optimizer = prepared(net, recipe)
+    train(net, optimizer)
+    again = network(2)
+    other = prepared(again, recipe)
+    other.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(net.state_dict())
+    assert_equal(exact(again, other), exact(net, optimizer))
+
+
 @pytest.mark.parametrize("looks", [False, True], ids=["", "data read"])
 def test_weights_that_are_loaded_before_a_step_that_fails_stay_exact(looks):
     net, source = network(1), network().state_dict()

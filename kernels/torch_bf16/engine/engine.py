@@ -287,7 +287,9 @@ class Engine:
 
 def begun_optimizers() -> list[Any]:
     """The living optimizers that may have stepped, loaded states or written weights."""
-    return [each for engine in _engines if (each := engine.optimizer()) is not None]
+    # One that was given back its own class has its engine no more, which an error may keep alive.
+    found = ((engine, engine.optimizer()) for engine in _engines)
+    return [each for engine, each in found if each is not None and engine_of(each) is engine]
 
 
 def has_living_master(parameter: Tensor) -> bool:

@@ -15,12 +15,11 @@ from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
-from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.overwritten import drop_remainders
+from torch_bf16.optim.overwritten import drop_remainders, snapshot_of
 from torch_bf16.optim.planning import collect, keep_states, with_gradients
 from torch_bf16.optim.replaced import check_in_model
 from torch_bf16.parameters import parameters_of
@@ -191,7 +190,7 @@ class ForeignOptimizer(BF16Optimizer):
                 gathers = self._gathers(shard, number)
             parameter, group = shard.parameter, self.param_groups[number]
             state = self._complete(self.state.get(parameter, {}), shard, group, label, changes)
-            snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
+            snapshot = snapshot_of(self, shard)
             weights = self.recipe.format_of("weights", shard.shape, parameter.dtype)
             formats = functools.partial(self._format_of, shard=shard)
             members.append(WorkingCopy(shard, number, state, snapshot, weights, formats, gathers))

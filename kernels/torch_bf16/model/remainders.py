@@ -28,8 +28,8 @@ __all__ = [
     "find_remainders",
     "find_unwritten",
     "forget",
-    "forget_empty",
     "forget_written",
+    "loaded_since",
     "remember",
     "remember_planes",
     "second_plane",
@@ -176,6 +176,17 @@ def find_unwritten(shards: Sequence[Shard]) -> list[_Remainder | None]:
     return [None if each is None or _was_written(shard, each) else each for shard, each in found]
 
 
+def loaded_since(shard: Shard, version: int | None) -> bool:
+    """Whether fp32 weights were loaded since a parameter had this version, and are as they were."""
+    remainder = find_remainder(shard)
+    return (
+        remainder is not None
+        and version is not None
+        and _comparable(shard, remainder)
+        and version < remainder.version == shard.version()
+    )
+
+
 def _found_by_place(shard: Shard) -> bool:
     """Whether this may be another parameter than the one that was cast, in the same place."""
     return (
@@ -279,15 +290,6 @@ def forget_written(shards: Sequence[Shard]) -> None:
     """Free the remainders of parameters that were written since, as by a load of bf16 weights."""
     found = zip(shards, find_remainders(shards), strict=True)
     forget(*(shard for shard, each in found if each and _was_written(shard, each)))
-
-
-def forget_empty(parameters: Iterable[Tensor]) -> None:
-    """Free the remainders of parameters that have no element on this rank.
-
-    FSDP1 gives them no gradient, so no step would free them.
-    """
-    if _by_owner:
-        forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
 
 
 def sync_masters(

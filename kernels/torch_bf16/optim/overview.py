@@ -148,7 +148,8 @@ class Overview:
             return
         self._is_tidy = True
         every = parameters_of(optimizer)
-        remainders.forget_empty(every)
+        # FSDP1 gives parameters without an element here no gradient, so no step frees theirs.
+        remainders.forget(*(shard_of(each) for each in every if not each.numel()))
         # A host may show only some groups at a time: then the others' states remain.
         optimizer._engine.keep_snapshots(chain(every, optimizer.state))
 

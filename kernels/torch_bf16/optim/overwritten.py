@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "drop_remainders",
     "look_for_writes",
+    "snapshot_of",
     "states_without_remainders",
     "without_remainders",
 ]
@@ -97,9 +98,7 @@ def without_remainders(
         shard: the parameter's shard.
         state: the parameter's state; not changed.
     """
-    valid, snapshot = dict(state), optimizer._engine.snapshots.get(shard.parameter)
-    if snapshot is None:
-        return valid
+    valid, snapshot = dict(state), snapshot_of(optimizer, shard)
     watch = snapshot.data
     if (
         watch is not None
@@ -115,6 +114,21 @@ def without_remainders(
             _replace(plane, shard, key)
             valid[key] = shard.place(plane)
     return valid
+
+
+def snapshot_of(optimizer: BF16Optimizer, shard: Shard) -> Snapshot:
+    """A parameter as the last step left it; before its first one, as it is now.
+
+    But if fp32 weights were loaded after its state, as the state found it: they replace its master.
+    bf16 weights that are loaded after it do not, because they are those that it was saved with.
+    """
+    engine = optimizer._engine
+    if (snapshot := engine.snapshots.get(shard.parameter)) is None:
+        snapshot = Snapshot.of(shard)
+        version, has_master = engine.version_left(shard.parameter)
+        if has_master and remainders.loaded_since(shard, version):
+            snapshot.version = version
+    return snapshot
 
 
 def states_without_remainders(optimizer: BF16Optimizer) -> States:

@@ -15,7 +15,6 @@ from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, formats_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import note_replaced
-from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.model import cast_modules, remainders
 from torch_bf16.parameters import parameters_of
@@ -27,6 +26,7 @@ from torch_bf16.states.views import MASTERS, planes_of_master
 
 from . import inherited_masters, shared_noise
 from .overview import overview_of
+from .overwritten import snapshot_of
 from .replaced import check_replaced
 from .validation import (
     check_gradient,
@@ -155,7 +155,7 @@ def _make_member(
     if had_master and parameter.dtype == torch.float32:
         _refuse_recast(parameter, label)
     state = optimizer._complete(state, shard, group, label, changes)
-    snapshot = optimizer._engine.snapshots.get(parameter) or Snapshot.of(shard)
+    snapshot = snapshot_of(optimizer, shard)
     if not had_master:
         # The state had no part of the weight that an earlier write could have made void.
         snapshot.version = shard.version()
