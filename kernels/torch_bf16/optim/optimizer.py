@@ -351,9 +351,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch calls this for state dicts, too. In copies, its classes would look at every state,
-        # and for a step in each; a frozen weight's may have none.
-        copied = "_engine" in state
+        # In copies, torch's classes would look for a step in every state: a frozen weight's has none.
+        copied = "_engine" in state  # else torch calls this for a state dict
         super().__setstate__({**state, "state": States(dict)} if copied else state)
         if copied:
             self.state = state["state"]

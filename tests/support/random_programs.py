@@ -1,0 +1,388 @@
+"""Programs made at random, beside a twin that takes the same steps without their detours.
+
+The *program* stores its weights by a recipe. Between its steps it saves and resumes, copies itself,
+looks at its numbers, averages and moves its weights, releases its gradients. The *twin* does none
+of this: it steps on the eager backend, over fp32 weights if the recipe keeps fp32 masters and fp32
+moments, else by the same recipe. After each operation both must start their next step from the same
+bits. What a program loses by its own doing, such as a write to a weight, the twin is given, once it
+is what docs/checkpoints.md promises.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from torch import Tensor, nn
+
+import torch_bf16
+from torch_bf16 import get_recipe
+
+BF16 = torch.bfloat16
+OURS = {
+    "AdamW": (torch_bf16.AdamW, {}),
+    "AMSGrad": (torch_bf16.AdamW, {"amsgrad": True}),
+    "cautious AdamW": (torch_bf16.AdamW, {"cautious": True}),
+    "NAdam": (torch_bf16.NAdam, {}),
+    "ADOPT": (torch_bf16.ADOPT, {}),
+    "Adagrad": (torch_bf16.Adagrad, {}),
+    "RMSprop": (torch_bf16.RMSprop, {"centered": True, "momentum": 0.9}),
+    "SGD": (torch_bf16.SGD, {"momentum": 0.9}),
+    "Lion": (torch_bf16.Lion, {}),
+    "Adafactor": (torch_bf16.Adafactor, {}),
+}
+CONVERTED = {
+    "Adamax": (torch.optim.Adamax, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+CANNOT_RELEASE = {"Adafactor", *CONVERTED}
+RECIPES = {
+    "master": get_recipe("bf16-fp32-master"),
+    "fp32 beside": get_recipe("bf16-fp32-master", weights="bf16+fp32"),
+    "8 bits beside": get_recipe("bf16-stochastic", weights="bf16+8"),
+    "stochastic": get_recipe("bf16-stochastic"),
+    "int8": get_recipe("bf16-stochastic", exp_avg="int8", exp_avg_sq="int8"),
+}
+EXACT = {"master", "fp32 beside"}
+
+
+class Net(nn.Module):
+    """Shapes of all kinds; ``late`` joins the optimizer later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"embedding": (33, 8), "matrix": (7, 5), "large": (70, 64), "late": (6, 6)}
+        for name, shape in {**shapes, "bias": (9,), "scale": ()}.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+        conv = torch.empty(4, 3, 3, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Parameter(conv)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(numbers(parameter, number))
+
+
+def numbers(like: Tensor, seed: int) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+
+
+NAMES = ["embedding", "matrix", "large", "conv", "bias", "scale", "late"]
+
+
+class RandomPrograms(RuleBasedStateMachine):
+    """Hypothesis calls the rules in any order, and prints the shortest program that fails."""
+
+    optimizers: tuple[str, ...] = (*OURS, *CONVERTED)
+    recipes: tuple[str, ...] = tuple(RECIPES)
+
+    @initialize(data=st.data(), named=st.booleans())
+    def begin(self, data: st.DataObject, named: bool) -> None:
+        self.optimizer_name = data.draw(st.sampled_from(self.optimizers), "optimizer")
+        self.recipe_name = data.draw(st.sampled_from(self.recipes), "recipe")
+        self.recipe, self.named = RECIPES[self.recipe_name], named
+        self.exact = self.recipe_name in EXACT
+        self.joined, self.steps = False, 0
+        self.saved: Any = None
+        self.monitor: Any = None
+        self.average: Any = None
+        self.release: Any = None
+        self.net, self.optimizer = self._made("cpu", cast=True)
+        self.twin, self.twins = self._made("eager", cast=not self.exact)
+        self._step_all()
+
+    def _made(self, backend: str, cast: bool) -> tuple[nn.Module, Any]:
+        net = torch_bf16.cast_model(Net(), self.recipe) if cast else Net()
+        kind, options = {**OURS, **CONVERTED}[self.optimizer_name]
+        *named, late = [(name, getattr(net, name)) for name in NAMES]
+        groups = [[each for each in named if (each[1].ndim > 1) is flag] for flag in (True, False)]
+        if self.joined:
+            groups.append([late])
+        if not self.named:
+            groups = [[p for _, p in group] for group in groups]
+        recipe, options = get_recipe(self.recipe, backend=backend), {"lr": 0.01, **options}
+        groups = [{"params": group} for group in groups]
+        if self.optimizer_name in CONVERTED:
+            return net, torch_bf16.convert(kind(groups, **options), recipe)
+        return net, kind(groups, recipe=recipe, **options)
+
+    def _pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        names = NAMES if self.joined else NAMES[:-1]
+        return {name: (getattr(self.net, name), getattr(self.twin, name)) for name in names}
+
+    # What both do.
+
+    @rule(
+        without=st.sets(st.sampled_from(NAMES), max_size=3),
+        size=st.sampled_from([1e-6, 1e-2, 10.0]),
+        scale=st.sampled_from([1.0, 1.0, 0.5]),
+        skip=st.sampled_from([False, False, True]),
+    )
+    def step(self, without: set[str], size: float, scale: float, skip: bool) -> None:
+        self.steps += 1
+        made = {
+            name: (numbers(ours, self.steps) * size).to(BF16)
+            for name, (ours, _) in self._pairs().items()
+            if name not in without and ours.requires_grad
+        }
+        released = self.release is not None
+        for net, optimizer in ((self.net, self.optimizer), (self.twin, self.twins)):
+            optimizer.zero_grad()
+            gradients = {getattr(net, name): each for name, each in made.items()}
+            if released and net is self.net:
+                if gradients:
+                    sum((p * each.to(p)).sum().float() for p, each in gradients.items()).backward()
+            else:
+                for parameter, each in gradients.items():
+                    parameter.grad = each.to(parameter)
+                if not released:
+                    optimizer.scale_next_step(scale)
+                    optimizer.skip_next_step_where(torch.tensor(float(skip)))
+            optimizer.step()
+        self.stepped = self.stepped or not (skip or without)
+
+    def _step_all(self) -> None:
+        """A step of all, after which writes are seen number by number."""
+        both = [each for pair in self._pairs().values() for each in pair]
+        frozen = [each for each in both if not each.requires_grad]
+        for each in frozen:
+            each.requires_grad_()
+        self.stepped = False
+        self.step(set(), 1e-2, 1.0, False)
+        for each in frozen:
+            each.requires_grad_(False)
+
+    @rule(group=st.integers(0, 1), lr=st.sampled_from([1e-4, 0.05]))
+    def set_learning_rate(self, group: int, lr: float) -> None:
+        for each in (self.optimizer, self.twins):
+            each.param_groups[group]["lr"] = lr
+
+    @rule(name=st.sampled_from(NAMES), trains=st.booleans())
+    def freeze(self, name: str, trains: bool) -> None:
+        for net in (self.net, self.twin):
+            getattr(net, name).requires_grad_(trains).grad = None
+
+    @precondition(lambda self: not self.joined and self.release is None)
+    @rule()
+    def add_group(self) -> None:
+        self.joined = True
+        for net, optimizer in ((self.net, self.optimizer), (self.twin, self.twins)):
+            net.load_state_dict({"late": numbers(net.late, 5)}, strict=False)
+            optimizer.add_param_group({"params": [("late", net.late)] if self.named else net.late})
+        self._step_all()
+
+    @rule(name=st.sampled_from(NAMES))
+    def set_exact_weight(self, name: str) -> None:
+        if (pair := self._pairs().get(name)) is not None:
+            for each, optimizer in zip(pair, (self.optimizer, self.twins), strict=True):
+                optimizer.set_exact_weight(each, numbers(each, self.steps))
+            # A second write before the next step has noise of its own, which no file counts.
+            if not self.exact:
+                self._step_all()
+
+    @rule(name=st.sampled_from(NAMES))
+    def load_fp32(self, name: str) -> None:
+        for net in (self.net, self.twin):
+            net.load_state_dict({name: numbers(net.get_parameter(name), self.steps)}, strict=False)
+        # Until the next step, a write drops what was loaded.
+        self.stepped = False
+
+    @precondition(lambda self: self.release is None)
+    @rule(
+        name=st.sampled_from(NAMES),
+        way=st.sampled_from(["copy_", "load", "data.copy_", "data =", "data[:1]", "[:1]", "mul_"]),
+    )
+    def write(self, name: str, way: str) -> None:
+        ours, twin = self._pairs().get(name, (None, None))
+        in_part = way in ("[:1]", "mul_")
+        if ours is None or (in_part and not self.exact):
+            return
+        if not self.stepped:
+            self._step_all()
+        self.stepped = False
+        before = ours.detach().clone()
+        _write(self.net, name, way, self.steps)
+        if not self.exact:
+            _write(self.twin, name, way, self.steps)
+            return
+        exact = self.optimizer.exact_weight(ours)
+        unchanged = before == ours
+        kept = (exact == twin) & unchanged
+        # Where a fp32 copy still rounds to the weight, or one lower byte is another's, it stays.
+        alike = exact.to(BF16) == ours
+        if self.recipe_name == "master" and ours.dtype == BF16:
+            alike &= (exact == ours) | (_lower_bytes(before) == _lower_bytes(ours))
+        assert (kept | alike).all(), f"{name} has bits of numbers that were overwritten"
+        if not in_part and unchanged.float().mean() > 0.5:
+            assert kept[unchanged].all(), f"{name} has lost bits of numbers that nobody wrote"
+        with torch.no_grad():
+            twin.copy_(exact)
+
+    @precondition(lambda self: self.release is None)
+    @rule()
+    def save(self) -> None:
+        parts = self.net, self.optimizer, self.twin, self.twins
+        self.saved = self.joined, copy.deepcopy([each.state_dict() for each in parts])
+
+    @precondition(lambda self: self.saved and self.saved[0] == self.joined and not self.release)
+    @rule(anew=st.booleans())
+    def go_back(self, anew: bool) -> None:
+        if anew:
+            self._make_anew()
+        parts = self.net, self.optimizer, self.twin, self.twins
+        for part, state_dict in zip(parts, copy.deepcopy(self.saved[1]), strict=True):
+            part.load_state_dict(state_dict)
+        self.stepped = False
+
+    # What the program does alone.
+
+    def _make_anew(self) -> None:
+        trains = {name: p.requires_grad for name, p in self.net.named_parameters()}
+        self._stop_looking()
+        self.net, self.optimizer = self._made("cpu", cast=True)
+        for name, flag in trains.items():
+            self.net.get_parameter(name).requires_grad_(flag)
+
+    def _stop_looking(self) -> None:
+        if self.monitor is not None:
+            self.monitor.remove()
+        self.monitor = self.average = None
+
+    @precondition(lambda self: self.release is None)
+    @rule(way=st.sampled_from(["memory", "file", "checkpoint"]))
+    def resume(self, way: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file, parts = Path(folder, "file.pt"), {"model": self.net, "optimizer": self.optimizer}
+            if way == "checkpoint":
+                torch_bf16.save_checkpoint(file, **parts)
+                self._make_anew()
+                torch_bf16.load_checkpoint(file, model=self.net, optimizer=self.optimizer)
+            else:
+                state_dicts: Any = {name: each.state_dict() for name, each in parts.items()}
+                if way == "file":
+                    torch.save(state_dicts, file)
+                    state_dicts = torch.load(file, weights_only=True)
+                self._make_anew()
+                self.net.load_state_dict(state_dicts["model"])
+                self.optimizer.load_state_dict(state_dicts["optimizer"])
+        self.stepped = False
+
+    @precondition(lambda self: self.release is None)
+    @rule(way=st.sampled_from([copy.deepcopy, pickle.dumps]))
+    def become_a_copy(self, way: Any) -> None:
+        self._stop_looking()
+        if not self.stepped:
+            self._step_all()
+        made = way((self.net, self.optimizer))
+        self.net, self.optimizer = pickle.load(io.BytesIO(made)) if way is pickle.dumps else made
+        torch_bf16.cast_model(self.net, self.recipe)
+
+    @rule(
+        at=st.sampled_from(
+            ["describe", "fp32 weights", "fp32 states", "states", "state dict", "exact weights"]
+        )
+    )
+    def look(self, at: str) -> None:
+        if at == "describe":
+            torch_bf16.describe(self.net, self.optimizer)
+        elif at == "fp32 weights":
+            torch_bf16.fp32_state_dict(self.net, self.optimizer)
+        elif at == "fp32 states":
+            torch_bf16.fp32_optimizer_state_dict(self.optimizer)
+        elif at == "states":
+            for each in self.optimizer.state.values():
+                dict(each)
+        elif at == "state dict":
+            self.optimizer.state_dict()
+        elif self.exact:  # otherwise the next write would have other noise
+            with torch_bf16.exact_weights(self.net, self.optimizer):
+                pass
+
+    @precondition(lambda self: self.release is None)
+    @rule()
+    def put_weights_back(self) -> None:
+        """As an evaluation does that copies an average into the model."""
+        if not self.stepped:
+            self._step_all()
+        weights = {name: each.clone() for name, each in self.net.state_dict().items()}
+        self.net.load_state_dict({name: each * 2 for name, each in weights.items()})
+        self.net.load_state_dict(weights)
+
+    @rule()
+    def move_memory(self) -> None:
+        for parameter in self.net.parameters():
+            parameter.data = parameter.data.clone()
+
+    @precondition(lambda self: self.release is None)
+    @rule()
+    def change_backend(self) -> None:
+        self.optimizer.backend = "eager" if self.optimizer.backend == "cpu" else "cpu"
+
+    @rule()
+    def update_average(self) -> None:
+        self.average = self.average or torch_bf16.EMA(self.net, 0.9)
+        self.average.update_parameters(self.net)
+
+    @precondition(lambda self: self.release is None)
+    @rule()
+    def switch_monitor(self) -> None:
+        if self.monitor is not None:
+            self.monitor.remove()
+            self.monitor = None
+        else:
+            self.monitor = torch_bf16.UpdateMonitor(self.optimizer, every=1)
+
+    @precondition(lambda self: self.monitor is None and self.optimizer_name not in CANNOT_RELEASE)
+    @rule()
+    def switch_release(self) -> None:
+        if self.release is not None:
+            self.release.remove()
+            self.release = None
+        else:
+            self.release = torch_bf16.release_gradients(self.net, self.optimizer)
+
+    @invariant()
+    def both_start_from_the_same_bits(self) -> None:
+        for name, (ours, twin) in self._pairs().items():
+            exact = self.optimizer.exact_weight(ours), self.twins.exact_weight(twin)
+            assert torch.equal(*exact), f"{name} is another"
+            state = self.optimizer.state.get(ours, {})
+            for key, expected in self.twins.state.get(twin, {}).items():
+                # What is beside a weight was compared with it.
+                if isinstance(expected, Tensor) and key[:6] not in ("master", "remain"):
+                    assert torch.equal(state[key].float(), expected.float()), f"{key} of {name}"
+
+
+def _lower_bytes(weight: Tensor) -> Tensor:
+    return weight.detach().view(torch.int16) & 0xFF
+
+
+@torch.no_grad()
+def _write(net: nn.Module, name: str, way: str, seed: int) -> None:
+    parameter = net.get_parameter(name)
+    new = numbers(parameter, seed).to(BF16).to(parameter.dtype)
+    if way == "copy_":
+        parameter.copy_(new)
+    elif way == "load":
+        net.load_state_dict({name: new}, strict=False)
+    elif way == "data.copy_":
+        parameter.data.copy_(new)
+    elif way == "data =":
+        parameter.data = new
+    elif way == "mul_":
+        parameter.mul_(0.5)
+    else:
+        memory = parameter.data if way.startswith("data") else parameter
+        memory.masked_fill_(torch.arange(parameter.numel()).view(parameter.shape) < 3, 0.25)
