@@ -95,7 +95,7 @@ PATCHES: dict[str, TorchPatch] = {
     "autocast_exit": TorchPatch(
         "torch.autocast.__exit__",
         "cast_model",
-        "errors about two dtypes name the bf16 weight that met another dtype, and the way out",
+        "errors about two dtypes name the weight that met another dtype, and the way out",
         "errors have torch's words alone",
     ),
     "averaged_model": TorchPatch(

@@ -1,10 +1,13 @@
-"""Errors of torch about tensors of two dtypes name the bf16 weight that met an fp32 one.
+"""Errors of torch about tensors of two dtypes name the weight of a cast model that met another.
 
 Where autocast is off, ``with torch.autocast("cuda", enabled=False): self.head(x.float())``, nothing
 brings the two to one dtype, and torch says "mat1 and mat2 must have the same dtype". The error
 passes ``__exit__`` of autocast contexts on its way out: of the inner one, and of the mode's own. If
 the only context is a script's ``enabled=args.amp`` that is False, autocast itself is missing. A
 model that computes without autocast has a context for these errors alone.
+
+Autocast to bf16 knows bf16 and fp32: what is frozen in fp16 goes through its products, but not into
+``torch.cat`` and its kin.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from .cast_modules import name_in_cast_model
 
 __all__ = ["name_parts_in_errors", "name_weights_in_errors"]
 
-_MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
+_MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar ?type", re.IGNORECASE)
+_NOT_JOINED = re.compile(r"at::autocast::prioritize")
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'|Low precision dtypes not supported")
 
 _FP16 = torch.float16
@@ -73,7 +77,13 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
     words, is_off = getattr(error, "_bf16_explained", (str(error), True))
     if not is_off:
         return
-    for module in reversed([*_modules(trace)]):
+    modules = [*_modules(trace)]
+    if (half := _half_part(modules, words)) is not None:
+        if context._enabled and context.fast_dtype == torch.bfloat16:
+            error.args = (f"{words.rstrip('.')}. {_said_of_half(half)}",)
+            error._bf16_explained = words, False  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    for module in reversed(modules):
         own = module.named_parameters(recurse=False)
         found = ((name, p.device.type) for name, p in own if p.dtype == torch.bfloat16)
         weight, device = next(found, (None, ""))
@@ -118,6 +128,29 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
             error.args = (f"{words.rstrip('.')}. {said}",)
             error._bf16_explained = words, is_off  # pyright: ignore[reportAttributeAccessIssue]
             return
+
+
+def _half_part(modules: list[nn.Module], words: str) -> nn.Module | None:
+    """The part of a cast model, frozen in fp16, that an error is about; None if it is not."""
+    for module in reversed(modules):
+        # torch.cat may join what other modules have returned.
+        met = {p.dtype for p in module.parameters(recurse=bool(_NOT_JOINED.search(words)))}
+        if _FP16 in met and name_in_cast_model(module) is not None:
+            whole = (m for m in modules if {p.dtype for p in m.parameters()} == {_FP16})
+            return next(whole, module)
+        if met:
+            return None
+    return None
+
+
+def _said_of_half(half: nn.Module) -> str:
+    path, kind = name_in_cast_model(half), type(half).__name__
+    keep = f"keep_fp32=[{path!r}] (BF16_KEEP_FP32={path} for a launcher)"
+    return (
+        f"{f'{path!r} ({kind})' if path else kind} has float16 weights, which autocast to bfloat16 "
+        "does not bring together with others. Make or load it in bfloat16, as a script's own "
+        f"option for bf16 often does{f', or keep it in fp32 by {keep}' if path else ''}"
+    )
 
 
 def _explain_part(error: RuntimeError) -> None:
