@@ -30,6 +30,12 @@ def test_zero_gives_the_bits_of_plain_training(found, case):
         assert rank["bits"][case] == rank["bits"]["plain"]
 
 
+@pytest.mark.parametrize("case", ["engine", "pipeline"])
+def test_without_zero_it_does_so_without_attach(found, case):
+    for rank in found:
+        assert rank["without ZeRO"][case] == rank["bits"]["plain"]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one rank has found."""
@@ -104,7 +110,8 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("unattached ZeRO-3", "torch_bf16.attach(engine)"),
         ("flags", '"bf16_master_weights_and_grads": true'),
         ("fp32 sums", '"grad_accum_dtype": "fp32" (in data_types)'),
-        ("no ZeRO", "zero_optimization.stage is 0"),
+        ("stage 0", "without ZeRO, delete the section bf16"),
+        ("no ZeRO", "an engine without ZeRO, whose AdamW steps over the parameters themselves"),
         ("torch", "found an AdamW"),
         ("mixed", "torch_bf16.separate_vectors(optimizer)"),
         ("int8", "int8 moments cannot be kept under DeepSpeed"),
@@ -123,7 +130,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("sums", "cannot be accumulated in 'fp32': DeepSpeed"),
         ("recipe", "Resume with the recipe that was saved"),
         ("experts", "layers of deepspeed.moe"),
-        ("pipeline", "a PipelineEngine"),
+        ("pipeline", "a PipelineEngine with ZeRO"),
         ("mpu", "tensor parallelism over 2 ranks"),
         ("right", "nothing was refused"),
     ],

@@ -10,6 +10,8 @@ import deepspeed_stall
 import torch
 from deepspeed_refusals import changed_recipe, parallel_refusals, refusals
 from deepspeed_training import (
+    LR,
+    batch,
     config,
     digest,
     engine_of,
@@ -65,6 +67,30 @@ def bits(cases: dict[str, Any], alike: bool = False, steps: int = 5) -> dict[str
         engine = engine_of(config(**case))
         train(engine, range(steps), alike=alike)
         found[name] = digest(weights(engine))
+    return found
+
+
+def without_zero(steps: int = 5) -> dict[str, str]:
+    """The bits that a plain engine and a pipeline of one stage end with; neither is attached."""
+    import torch.distributed as dist
+
+    found, deepspeed, rank = {}, start(), dist.get_rank()
+    settings = {"train_micro_batch_size_per_gpu": 8}
+    for name in ("engine", "pipeline"):
+        module = model().bfloat16()
+        optimizer = torch_bf16.AdamW(module.named_parameters(), lr=LR)
+        named = dict(module.named_parameters())
+        if name == "pipeline":
+            module = deepspeed.pipe.PipelineModule(
+                [*module], num_stages=1, loss_fn=lambda y, _: y.square().mean()
+            )
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        for step in range(steps):
+            if name == "engine":
+                train(engine, range(step, step + 1))
+            else:
+                engine.train_batch(iter([(batch(step, rank), torch.empty(0))]))
+        found[name] = digest({key: each.detach() for key, each in named.items()})
     return found
 
 
@@ -173,6 +199,7 @@ def everything(folder: Any) -> dict[str, Any]:
     train(engine, range(5))
     return {
         "bits": bits(CASES),
+        "without ZeRO": without_zero(),
         "described": str(torch_bf16.describe(engine.module, inner(engine))),
         "like matrices": [digest(weights(engine)), plain(range(5), 2, LIKE_MATRICES)],
         "made sharded": made_sharded(),

@@ -45,8 +45,8 @@ def attach(engine: Any) -> None:
         engine: what ``deepspeed.initialize`` returned first; its optimizer's memory is changed.
 
     Raises:
-        ValueError: the optimizer inside is not one of ours, or DeepSpeed was not configured as
-            :func:`deepspeed_config` does it.
+        ValueError: the optimizer inside is not one of ours, DeepSpeed was not configured as
+            :func:`deepspeed_config` does it, or is without ZeRO, where nothing has to be told.
         NotImplementedError: the engine, the optimizer or its recipe uses a feature that does not
             work under ZeRO. In both cases nothing has been changed.
 

@@ -40,7 +40,8 @@ __all__ = [
 _ATTACH = (
     "is one of DeepSpeed's flat tensors, and it is not known which parameters it is made of: its "
     "formats and its noise depend on these. Call torch_bf16.attach(engine) after "
-    "deepspeed.initialize, before the first step and before a checkpoint is loaded"
+    "deepspeed.initialize, before the first step and before a checkpoint is loaded; or, without "
+    "ZeRO, delete the section bf16 of DeepSpeed's configuration"
 )
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from torch_bf16.errors import with_article
 
 __all__ = ["FLAGS", "check_engine", "deepspeed_config"]
@@ -146,10 +148,18 @@ def check_engine(engine: Any) -> Any:
             f"attach takes the engine that deepspeed.initialize returns first, not a "
             f"{type(engine).__name__}: engine, *_ = deepspeed.initialize(...)"
         )
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"attach was given an engine without ZeRO, whose {type(engine.optimizer).__name__} "
+            "steps over the parameters themselves, as without DeepSpeed, and needs to be told "
+            "nothing. Leave attach out; or, to divide states among ranks, configure ZeRO by "
+            "config=torch_bf16.deepspeed_config(config)"
+        )
     if "PipelineEngine" in bases:
         raise NotImplementedError(
-            "attach was given a PipelineEngine: pipeline parallelism was not tried with these "
-            "optimizers. Give deepspeed.initialize a plain module"
+            "attach was given a PipelineEngine with ZeRO or a section bf16, which was not tried "
+            f'with these optimizers. Delete the sections "{_ZERO}" and "bf16", cast the model by '
+            "torch_bf16.prepare, and leave attach out; or give deepspeed.initialize a plain module"
         )
     trained = ((n, p) for n, p in engine.module.named_parameters() if p.requires_grad)
     if found := [name for name, parameter in trained if parameter.is_complex()]:
