@@ -7,6 +7,7 @@ from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.bench.rounds import measure
 
 SHAPES = [(64, 512), (512,)]
+CPU = torch.device("cpu")
 ALL = [each for peer in PEERS.values() for each in peer.entries]
 
 
@@ -28,6 +29,15 @@ def test_a_library_steps_with_no_more_memory_than_estimated(each):
     # Lookup tables of 8-bit formats are large beside so small a tensor.
     assert result.held <= each.estimate * numel + 4096
     assert result.moved > 3 * numel
+
+
+def test_muon_steps_matrices_of_few_rows_and_refuses_embeddings_alone():
+    """As of --model random with few --parameters; and with many of them in few --tensors."""
+    ours = PEERS["muon"].entries[-1]
+    results = measure([PEERS["torch"].entries[0], ours], [(16, 768), (768,)], CPU, 1)
+    assert results.failures == {}
+    found = measure([PEERS["torch"].entries[0], ours], [(900, 100), (100,)], CPU, 1)
+    assert "more --tensors" in found.failures[ours.name]
 
 
 def test_ours_are_known_as_ours():

@@ -57,7 +57,12 @@ def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.
 def _muon(parameters: Sequence[Tensor], kind: str, **options: Any) -> torch.optim.Optimizer:
     """A library's Muon over all matrices except those of embeddings, which are much longer."""
     muon: Any = importlib.import_module(kind).Muon
-    hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) <= 8 * min(p.shape)]
+    hidden = [p for p in parameters if p.ndim == 2 and len(p) <= 8 * p.shape[1]]
+    if not hidden:
+        raise ValueError(
+            "every matrix has more than 8 times as many rows as columns, and so is taken for an "
+            "embedding, which Muon does not step: choose another --model, or more --tensors"
+        )
     # One library must be told that these are Muon's; the others take all that is passed.
     groups: Any = [{"params": hidden, "use_muon": True}] if kind == "pytorch_optimizer" else hidden
     return muon(groups, **options)
