@@ -351,7 +351,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # In copies, torch's classes would look for a step in each state: a frozen weight's has none.
+        # In copies, torch's classes look for a step in each state: a frozen weight's has none.
         copied = "_engine" in state  # else torch calls this for a state dict
         super().__setstate__({**state, "state": States(dict)} if copied else state)
         if copied:
