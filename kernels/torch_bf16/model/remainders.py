@@ -177,14 +177,13 @@ def find_unwritten(shards: Sequence[Shard]) -> list[_Remainder | None]:
 
 
 def loaded_since(shard: Shard, version: int | None) -> bool:
-    """Whether fp32 weights were loaded since a parameter had this version, and are as they were."""
+    """Whether fp32 weights that bf16 cannot hold were loaded since a parameter had this version."""
     remainder = find_remainder(shard)
-    return (
-        remainder is not None
-        and version is not None
-        and _comparable(shard, remainder)
-        and version < remainder.version == shard.version()
-    )
+    if remainder is None or version is None or not _comparable(shard, remainder):
+        return False
+    bits = remainder.bits
+    beyond = bits if bits.dtype == torch.int16 else bits != bits.to(torch.bfloat16)
+    return version < remainder.version == shard.version() and bool(beyond.any())
 
 
 def _found_by_place(shard: Shard) -> bool:
@@ -228,9 +227,7 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
         The plane, or None if the parameter was not cast, or was written to since.
     """
     remainder = find_remainder(shard)
-    if remainder is None:
-        return None
-    if _was_written(shard, remainder):
+    if remainder is None or _was_written(shard, remainder):
         return None
     same = _same_bits(shard, remainder)
     if same is False:

@@ -120,7 +120,7 @@ def snapshot_of(optimizer: BF16Optimizer, shard: Shard) -> Snapshot:
     """A parameter as the last step left it; before its first one, as it is now.
 
     But if fp32 weights were loaded after its state, as the state found it: they replace its master.
-    bf16 weights that are loaded after it do not, because they are those that it was saved with.
+    Weights that bf16 holds do not, also as fp32 tensors: they are those that it was saved with.
     """
     engine = optimizer._engine
     if (snapshot := engine.snapshots.get(shard.parameter)) is None:
