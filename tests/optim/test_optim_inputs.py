@@ -311,3 +311,11 @@ def test_a_compiled_training_step_calls_the_optimizer_uncompiled():
         compiled(torch.ones(2, 4, dtype=torch.bfloat16))
     assert optimizer.state[model.weight]["step"].item() == 3
     assert not torch.equal(before, model.weight)
+
+
+def test_a_parameter_that_has_no_shape_yet_does_not_stop_the_others():
+    model = nn.ModuleList([nn.Linear(4, 4).bfloat16(), nn.LazyLinear(4)])
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe="bf16-fp32-master")
+    model[0](torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    assert {*optimizer.state} == {*model[0].parameters()}

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.member import Member
 from torch_bf16.engine.ownership import Round, rounds_of
@@ -148,8 +149,9 @@ class Overview:
             return
         self._is_tidy = True
         every = parameters_of(optimizer)
-        # FSDP1 gives parameters without an element here no gradient, so no step frees theirs.
-        remainders.forget(*(shard_of(each) for each in every if not each.numel()))
+        # FSDP1 gives parameters without an element here no gradient: no step frees their bits.
+        known = (each for each in every if not is_lazy(each))
+        remainders.forget(*(shard_of(each) for each in known if not each.numel()))
         # A host may show only some groups at a time: then the others' states remain.
         optimizer._engine.keep_snapshots(chain(every, optimizer.state))
 
