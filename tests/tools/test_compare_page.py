@@ -144,3 +144,8 @@ def test_a_row_that_broke_ends_where_it_did():
     assert "no number" in page(found)
     rows["c"] = [run("c", 0, [float("nan")])]
     assert "c <b>no number</b>" in page(found_of(rows))
+
+
+def test_a_large_metric_that_never_changes_is_drawn():
+    rows = {name: [run(name, 0, [1e17] * 20)] for name in ("a", "b")}
+    assert tree(page(found_of(rows))) is not None

@@ -60,8 +60,8 @@ def _muon(parameters: Sequence[Tensor], kind: str, **options: Any) -> torch.opti
     hidden = [p for p in parameters if p.ndim == 2 and len(p) <= 8 * p.shape[1]]
     if not hidden:
         raise ValueError(
-            "every matrix has more than 8 times as many rows as columns, and so is taken for an "
-            "embedding, which Muon does not step: choose another --model, or more --tensors"
+            "no matrix is left for Muon: those with more than 8 times as many rows as columns "
+            "count as embeddings, which it does not step. Choose another --model, or more --tensors"
         )
     # One library must be told that these are Muon's; the others take all that is passed.
     groups: Any = [{"params": hidden, "use_muon": True}] if kind == "pytorch_optimizer" else hidden

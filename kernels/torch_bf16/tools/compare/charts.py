@@ -43,7 +43,7 @@ def curves(
     height = max(280.0, 26 + _GAP * len(lines))
 
     def y(value: float) -> float:
-        return (high - value) / (high - low)
+        return (high - value) / ((high - low) or 1.0)
 
     marks = [_grid(y(tick)) for tick in _ticks(low, high)]
     marks += [_path(steps, each, y, 2.5 if n == 0 else 1.6) for n, each in enumerate(lines)][::-1]
