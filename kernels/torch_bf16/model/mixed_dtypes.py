@@ -79,9 +79,11 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
         return
     modules = [*_modules(trace)]
     if (half := _half_part(modules, words)) is not None:
-        if context._enabled and context.fast_dtype == torch.bfloat16:
-            error.args = (f"{words.rstrip('.')}. {_said_of_half(half)}",)
-            error._bf16_explained = words, False  # pyright: ignore[reportAttributeAccessIssue]
+        is_on = context._enabled and context.fast_dtype == torch.bfloat16
+        if is_on:
+            said = _said_of_half(half, off_inside=hasattr(error, "_bf16_explained"))
+            error.args = (f"{words.rstrip('.')}. {said}",)
+        error._bf16_explained = words, not is_on  # pyright: ignore[reportAttributeAccessIssue]
         return
     for module in reversed(modules):
         own = module.named_parameters(recurse=False)
@@ -136,20 +138,32 @@ def _half_part(modules: list[nn.Module], words: str) -> nn.Module | None:
         # torch.cat may join what other modules have returned.
         met = {p.dtype for p in module.parameters(recurse=bool(_NOT_JOINED.search(words)))}
         if _FP16 in met and name_in_cast_model(module) is not None:
-            whole = (m for m in modules if {p.dtype for p in m.parameters()} == {_FP16})
-            return next(whole, module)
+            # The part may have returned; else the outermost of those that the error passed through.
+            parts = (m for m in (*modules, *module.modules()) if _is_half(m))
+            return next(parts, module)
         if met:
             return None
     return None
 
 
-def _said_of_half(half: nn.Module) -> str:
+def _is_half(module: nn.Module) -> bool:
+    return {p.dtype for p in module.parameters()} == {_FP16}
+
+
+def _said_of_half(half: nn.Module, off_inside: bool) -> str:
     path, kind = name_in_cast_model(half), type(half).__name__
-    keep = f"keep_fp32=[{path!r}] (BF16_KEEP_FP32={path} for a launcher)"
+    named = f"{path!r} ({kind})" if path else kind
+    keep = f"keep it in fp32 by keep_fp32=[{path!r}] (BF16_KEEP_FP32={path} for a launcher)"
+    keep = f", or {keep}" if path else ""
+    if off_inside:
+        return (
+            f"{named} has float16 weights and met a tensor of another dtype inside "
+            f"autocast(enabled=False). Convert the tensor (x.to(weight.dtype)){keep}"
+        )
     return (
-        f"{f'{path!r} ({kind})' if path else kind} has float16 weights, which autocast to bfloat16 "
-        "does not bring together with others. Make or load it in bfloat16, as a script's own "
-        f"option for bf16 often does{f', or keep it in fp32 by {keep}' if path else ''}"
+        f"{named} has float16 weights, which autocast to bfloat16 does not bring together with "
+        "others. Make or load it in bfloat16, as a script's own option for bf16 often "
+        f"does{keep}"
     )
 
 
