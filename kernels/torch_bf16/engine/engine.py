@@ -75,7 +75,8 @@ class Release(Protocol):
         ...
 
 
-# Of living optimizers that may have stepped: of many that are made one after the other, none has.
+# Of living optimizers that have begun: many that are made one after the other have not, so that
+# making each of them looks through none.
 _engines: LivingSet[Engine] = LivingSet()
 
 
@@ -265,7 +266,7 @@ class Engine:
     def version_left(self, parameter: Tensor) -> tuple[int | None, bool]:
         """The version that a step or a load left of a parameter, and whether it has a master then.
 
-        None if there was neither.
+        ``(None, False)`` if there was neither.
         """
         if (snapshot := self.snapshots.get(parameter)) is not None:
             return snapshot.version, bool(snapshot.masters)

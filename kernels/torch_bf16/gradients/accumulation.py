@@ -64,8 +64,8 @@ def accumulate_gradients(
     Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
     ``no_sync``, in bf16 for the first two formats and in fp32 for the last. Under FSDP2 the sharded
     gradients are summed; with ``set_requires_gradient_sync(False)``, FSDP2 itself sums whole ones,
-    in its ``reduce_dtype``. Without a wrapper, a recipe's ``accumulate`` is enough. A parameter that
-    is frozen now, and trained later, takes part after its first step; until then torch sums.
+    in its ``reduce_dtype``. Without a wrapper, a recipe's ``accumulate`` is enough. A parameter
+    that is frozen now, and trained later, takes part after its first step; until then torch sums.
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.

@@ -151,9 +151,9 @@ def check_engine(engine: Any) -> Any:
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"attach was given an engine without ZeRO, whose {type(engine.optimizer).__name__} "
-            "steps over the parameters themselves, as without DeepSpeed, and needs to be told "
-            "nothing. Leave attach out; or, to divide states among ranks, configure ZeRO by "
-            "config=torch_bf16.deepspeed_config(config)"
+            "steps over the parameters themselves, as without DeepSpeed. Leave attach out, and "
+            "call torch_bf16.prepare before deepspeed.initialize; or, to divide states among "
+            "ranks, configure ZeRO by config=torch_bf16.deepspeed_config(config)"
         )
     if "PipelineEngine" in bases:
         raise NotImplementedError(
