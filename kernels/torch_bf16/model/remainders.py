@@ -176,10 +176,10 @@ def find_unwritten(shards: Sequence[Shard]) -> list[_Remainder | None]:
     return [None if each is None or _was_written(shard, each) else each for shard, each in found]
 
 
-def loaded_since(shard: Shard, version: int | None) -> bool:
+def loaded_since(shard: Shard, version: int) -> bool:
     """Whether fp32 weights that bf16 cannot hold were loaded since a parameter had this version."""
     remainder = find_remainder(shard)
-    if remainder is None or version is None or not _comparable(shard, remainder):
+    if remainder is None or not _comparable(shard, remainder):
         return False
     bits = remainder.bits
     beyond = bits if bits.dtype == torch.int16 else bits != bits.to(torch.bfloat16)

@@ -126,7 +126,7 @@ def snapshot_of(optimizer: BF16Optimizer, shard: Shard) -> Snapshot:
     if (snapshot := engine.snapshots.get(shard.parameter)) is None:
         snapshot = Snapshot.of(shard)
         version, has_master = engine.version_left(shard.parameter)
-        if has_master and remainders.loaded_since(shard, version):
+        if version is not None and has_master and remainders.loaded_since(shard, version):
             snapshot.version = version
     return snapshot
 

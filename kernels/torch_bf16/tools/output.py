@@ -65,9 +65,9 @@ _json_stream: TextIO | None = None
 """Standard output within :func:`only_json`; None stands for ``sys.stdout``."""
 
 
-def write_json(found: dict[str, Any], target: Path | str) -> None:
+def write_json(found: Mapping[str, Any], target: Path | str) -> None:
     """Write a command's results to a file or standard output; null stands for NaN and infinity."""
-    text = json.dumps(tree_map(_finite, found), indent=2, allow_nan=False)
+    text = json.dumps(tree_map(_finite, dict(found)), indent=2, allow_nan=False)
     if target == STANDARD_OUTPUT:
         print(text, file=_json_stream, flush=True)
     else:
