@@ -11,9 +11,11 @@ is what docs/checkpoints.md promises.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,9 @@ class RandomPrograms(RuleBasedStateMachine):
             return net, torch_bf16.convert(kind(groups, **options), recipe)
         return net, kind(groups, recipe=recipe, **options)
 
+    def _both(self) -> tuple[tuple[nn.Module, Any], ...]:
+        return (self.net, self.optimizer), (self.twin, self.twin_optimizer)
+
     def _pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         names = NAMES if self.joined else NAMES[:-1]
         return {name: (getattr(self.net, name), getattr(self.twin, name)) for name in names}
@@ -138,7 +143,7 @@ class RandomPrograms(RuleBasedStateMachine):
             if name not in without and ours.requires_grad
         }
         released = self.release is not None
-        for net, optimizer in ((self.net, self.optimizer), (self.twin, self.twin_optimizer)):
+        for net, optimizer in self._both():
             optimizer.zero_grad()
             gradients = {getattr(net, name): each for name, each in made.items()}
             if released and net is self.net:
@@ -164,6 +169,10 @@ class RandomPrograms(RuleBasedStateMachine):
         for each in frozen:
             each.requires_grad_(False)
 
+    def _step_since_loading(self) -> None:
+        if not self.stepped:
+            self._step_all()
+
     @rule(group=st.integers(0, 1), lr=st.sampled_from([1e-4, 0.05]))
     def set_learning_rate(self, group: int, lr: float) -> None:
         for each in (self.optimizer, self.twin_optimizer):
@@ -178,7 +187,7 @@ class RandomPrograms(RuleBasedStateMachine):
     @rule()
     def add_group(self) -> None:
         self.joined = True
-        for net, optimizer in ((self.net, self.optimizer), (self.twin, self.twin_optimizer)):
+        for net, optimizer in self._both():
             net.load_state_dict({"late": numbers(net.late, 5)}, strict=False)
             optimizer.add_param_group({"params": [("late", net.late)] if self.named else net.late})
         self._step_all()
@@ -209,8 +218,7 @@ class RandomPrograms(RuleBasedStateMachine):
         in_part = way in ("[:3]", "mul_")
         if ours is None or (in_part and not self.exact):
             return
-        if not self.stepped:
-            self._step_all()
+        self._step_since_loading()
         self.stepped = False
         before = ours.detach().clone()
         _write(self.net, name, way, self.steps)
@@ -233,7 +241,7 @@ class RandomPrograms(RuleBasedStateMachine):
     @precondition(lambda self: self.release is None)
     @rule()
     def save(self) -> None:
-        parts = self.net, self.optimizer, self.twin, self.twin_optimizer
+        parts = [each for both in self._both() for each in both]
         self.saved = self.joined, copy.deepcopy([each.state_dict() for each in parts])
 
     @precondition(lambda self: self.saved and self.saved[0] == self.joined and not self.release)
@@ -241,7 +249,7 @@ class RandomPrograms(RuleBasedStateMachine):
     def go_back(self, anew: bool) -> None:
         if anew:
             self._make_anew()
-        parts = self.net, self.optimizer, self.twin, self.twin_optimizer
+        parts = [each for both in self._both() for each in both]
         for part, state_dict in zip(parts, copy.deepcopy(self.saved[1]), strict=True):
             part.load_state_dict(state_dict)
         self.stepped = False
@@ -283,8 +291,7 @@ class RandomPrograms(RuleBasedStateMachine):
     @rule(way=st.sampled_from([copy.deepcopy, pickle.dumps]))
     def become_a_copy(self, way: Any) -> None:
         self._stop_looking()
-        if not self.stepped:
-            self._step_all()
+        self._step_since_loading()
         made = way((self.net, self.optimizer))
         self.net, self.optimizer = pickle.load(io.BytesIO(made)) if way is pickle.dumps else made
         torch_bf16.cast_model(self.net, self.recipe)
@@ -314,8 +321,7 @@ class RandomPrograms(RuleBasedStateMachine):
     @rule()
     def put_weights_back(self) -> None:
         """As an evaluation does that copies an average into the model."""
-        if not self.stepped:
-            self._step_all()
+        self._step_since_loading()
         weights = {name: each.clone() for name, each in self.net.state_dict().items()}
         self.net.load_state_dict({name: each * 2 for name, each in weights.items()})
         self.net.load_state_dict(weights)
@@ -338,20 +344,14 @@ class RandomPrograms(RuleBasedStateMachine):
     @precondition(lambda self: self.release is None)
     @rule()
     def switch_monitor(self) -> None:
-        if self.monitor is not None:
-            self.monitor.remove()
-            self.monitor = None
-        else:
-            self.monitor = torch_bf16.UpdateMonitor(self.optimizer, every=1)
+        make = functools.partial(torch_bf16.UpdateMonitor, self.optimizer, every=1)
+        self.monitor = _switched(self.monitor, make)
 
     @precondition(lambda self: self.monitor is None and self.optimizer_name not in CANNOT_RELEASE)
     @rule()
     def switch_release(self) -> None:
-        if self.release is not None:
-            self.release.remove()
-            self.release = None
-        else:
-            self.release = torch_bf16.release_gradients(self.net, self.optimizer)
+        make = functools.partial(torch_bf16.release_gradients, self.net, self.optimizer)
+        self.release = _switched(self.release, make)
 
     @invariant()
     def both_start_from_the_same_bits(self) -> None:
@@ -363,6 +363,13 @@ class RandomPrograms(RuleBasedStateMachine):
                 # What is beside a weight was compared with it.
                 if isinstance(expected, Tensor) and key[:6] not in ("master", "remain"):
                     assert torch.equal(state[key].float(), expected.float()), f"{key} of {name}"
+
+
+def _switched(handle: Any, make: Callable[[], Any]) -> Any:
+    if handle is None:
+        return make()
+    handle.remove()
+    return None
 
 
 def _lower_bytes(weight: Tensor) -> Tensor:
