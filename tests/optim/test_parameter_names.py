@@ -7,8 +7,16 @@ import torch
 from exported import export_file
 from optimizer_cases import take_steps
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import torch_bf16
+
+STOCHASTIC = "bf16-stochastic"
+ALL = [[0, 1, 2, 3, 4, 5]]
 
 
 @pytest.fixture
@@ -81,3 +89,53 @@ def test_a_parameter_that_has_left_can_be_freed(trained):
     del optimizer.state[optimizer.param_groups[0]["params"].pop(0)]
     take_steps(optimizer, [1])
     assert len(optimizer._engine.names.given) == 1
+
+
+def grouped(groups, renamed=""):
+    """Three layers whose parameters come in these groups, by number, under other names."""
+    torch.manual_seed(0)
+    model = torch_bf16.cast_model(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), STOCHASTIC)
+    named = [(renamed + name, parameter) for name, parameter in model.named_parameters()]
+    groups = [{"params": [named[number] for number in group]} for group in groups]
+    return model, torch_bf16.AdamW(groups, lr=0.01, recipe=STOCHASTIC)
+
+
+@pytest.mark.parametrize(
+    ("groups", "flat"),
+    [
+        ([[0, 2, 4], [1, 3, 5]], True),
+        ([[5, 3, 4], [0, 1, 2]], True),
+        ([[5, 4, 3, 2, 1, 0]], True),
+        ([[5, 4, 3, 2, 1, 0]], False),
+    ],
+)
+def test_states_by_name_resume_in_other_groups(groups, flat):
+    model, optimizer = grouped(ALL)
+    take_steps(optimizer, range(2))
+    other, resumed = grouped(groups)
+    other.load_state_dict(model.state_dict())
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    for step in range(2, 4):
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            one.grad = torch.randn_like(one) * step
+            two.grad = one.grad.clone()
+        optimizer.step()
+        resumed.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept"),
+    [(ALL, [[f"net.{n}.{kind}" for n in range(3) for kind in ("weight", "bias")]]), (None, None)],
+)
+def test_names_of_the_users_own_are_loaded_where_they_fit(groups, kept):
+    model, optimizer = grouped(ALL, renamed="net.")
+    take_steps(optimizer, [0])
+    other, resumed = grouped(groups or [[0, 2, 4], [1, 3, 5]])
+    before = names(resumed)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    assert names(resumed) == (kept or before)

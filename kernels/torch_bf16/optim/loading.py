@@ -212,18 +212,33 @@ def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """The saved groups, completed with our options, which they may lack.
-
-    A group with parameters that FSDP1 has flattened gets its live names: those that were saved may
-    be of parameters that were flattened in another way.
-    """
+    """The saved groups, completed with our options, which they may lack."""
     groups = []
     for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
-        if any_flattened(ours["params"]):
-            theirs = {k: v for k, v in theirs.items() if k != "param_names"}
-            theirs |= {k: v for k, v in ours.items() if k == "param_names"}
-        groups.append(_completed(optimizer, theirs, ours))
+        names = _names(theirs, flattened=any_flattened(ours["params"]))
+        rest = {k: v for k, v in theirs.items() if k != "param_names"}
+        # Without names, torch keeps those of the live group.
+        named = rest if names is None else {**rest, "param_names": names}
+        groups.append(_completed(optimizer, named, ours))
     return [*groups, *state_dict["param_groups"][len(groups) :]]
+
+
+def _names(group: Mapping[str, Any], flattened: bool) -> list[str | None] | None:
+    """The names of a saved group's parameters; None if what it has may be others' names.
+
+    Args:
+        group: of a state dict. Where parameters are known by name, torch takes a group's options
+            from its first one, whose group had others in another pipeline, say.
+        flattened: whether FSDP1 has flattened parameters, maybe in another way than those saved.
+    """
+    names, keys = group.get("param_names"), group["params"]
+    if names is None or flattened:
+        return None
+    if all(isinstance(key, str) for key in keys):
+        bare = {bare_name(name) for name in names if name is not None}
+        if not bare.isdisjoint(map(bare_name, keys)):
+            return [*keys]
+    return names if len(names) == len(keys) else None
 
 
 def _completed(
