@@ -20,6 +20,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.errors import warn_once
 from torch_bf16.model.gradient_hooks import has_node_hooks
 from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
@@ -35,12 +36,19 @@ from torch_bf16.sharding import (
 
 from .backward import Passes
 from .ddp_sums import DdpReader, Fp32Reduction
-from .gathering import Gathering, Group, Waiting
+from .gathering import Gathering, Group
 from .hooked_parameters import HookedParameters, remove_with, summed, weakly
 from .step_numbers import StepNumbers
+from .summed_pass import SummedPass
 from .sums import Addition, Sums, addable, with_graph_of
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
+
+_ADDED_BY_OTHERS = (
+    "something adds to p.grad itself after torch.autograd.grad(), as the zero-bubble schedules of "
+    "torch.distributed.pipelining do: these sums are rounded to nearest, not stochastically. "
+    "Accumulate in 'fp32', or use another schedule, such as Schedule1F1B"
+)
 
 
 def accumulate_gradients(
@@ -109,31 +117,6 @@ def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
         GradientAccumulation(optimizer, recipe.accumulate)
 
 
-class _Pass(Waiting):
-    """What a backward pass leaves to its end.
-
-    Attributes:
-        aside: parameters and their sums, by the parameters' ids; a sum is out of ``p.grad`` while
-            autograd puts the next gradient there.
-        merged: whether any gradient has arrived.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.aside: dict[int, tuple[Any, Tensor]] = {}
-        self.merged = False
-
-    def put_back(self) -> None:
-        """Put the sums for which no gradient has arrived back into ``p.grad``."""
-        for parameter, total in self.aside.values():
-            if parameter.grad is None:
-                parameter.grad = total
-        self.aside.clear()
-
-    # A pass that fails calls nothing else.
-    __del__ = put_back
-
-
 class GradientAccumulation:
     """A handle on how an optimizer's gradients are summed; see :func:`accumulate_gradients`.
 
@@ -167,10 +150,12 @@ class GradientAccumulation:
         remove_with(self, self._hooks)
         # A conversion would lose the dtype of fp32 sums.
         self._hooked = HookedParameters(optimizer, self, summed, convertible=format != "fp32")
-        self._passes = Passes(_Pass, self._finish)
+        self._passes = Passes(SummedPass, self._finish)
         self.make_groups()
         # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
         self._numbers: dict[int, int] = {}
+        # Versions of the sums that a pass without gradients has put back, by the same ids.
+        self._returned: dict[int, int] = {}
         self._steps = StepNumbers()
         self._readers: list[DdpReader] = []
         if format != "bf16_nearest":
@@ -254,7 +239,11 @@ class GradientAccumulation:
             # FSDP2's units also hold other optimizers' parameters, and a graph may outlive a hook.
             parameter = self._hooked.by_id.get(key)
             if parameter is None or parameter.grad is None:
+                self._returned.pop(key, None)
                 continue
+            version = parameter.grad._version
+            if self._returned.pop(key, version) != version:
+                warn_once(_ADDED_BY_OTHERS)
             if parameter.dtype == torch.bfloat16:
                 running = self._passes.current()
                 if running is not None:
@@ -297,7 +286,7 @@ class GradientAccumulation:
         else:
             self._add(running, parameter, total, new)
 
-    def _add(self, running: _Pass, parameter: Tensor, total: Tensor, new: Tensor) -> None:
+    def _add(self, running: SummedPass, parameter: Tensor, total: Tensor, new: Tensor) -> None:
         # A gradient that arrived in an enclosing pass is added first.
         self._gathering.settle(parameter)
         number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
@@ -348,13 +337,13 @@ class GradientAccumulation:
                 for each in additions.values():
                     local(each.total).add_(each.new)
 
-    def _finish(self, running: _Pass) -> None:
+    def _finish(self, running: SummedPass) -> None:
         """Add the waiting gradients, and put back the sums for which no gradient has arrived.
 
         The latter happens under ``torch.autograd.grad``.
         """
         self._gathering.finish(running)
-        running.put_back()
+        self._returned.update(running.put_back())
         for each in self._readers:
             each.over |= running.merged
 
@@ -363,6 +352,7 @@ class GradientAccumulation:
         self._steps.ask(optimizer.state)
         # Sums that are zeroed instead of freed also count from the start, as in a resumed run.
         self._numbers.clear()
+        self._returned.clear()
         for group in (*self._gathering, *self._alone.values()):
             if group.made is not None:
                 group.made.forget()
