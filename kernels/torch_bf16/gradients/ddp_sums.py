@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -21,14 +22,20 @@ class DdpReader:
     """Tracks whether a DDP module reads gradients as they arrive, as it does if this pass reduces.
 
     Attributes:
-        reads: whether it does; True if that is not certain.
         over: whether a backward pass has ended since the last forward pass.
         hooks: handles of the hooks on the module.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        self.reads = self.over = True
+        self._prepared = self.over = True
+        self._module = weakref.ref(module)
         self.hooks = [module.register_forward_hook(self._after_forward)]
+
+    @property
+    def reads(self) -> bool:
+        """Whether it does; True if that is not certain."""
+        # A pipeline calls the forward pass in no_sync, and prepares the reducer afterwards.
+        return self._prepared or getattr(self._module(), "require_backward_grad_sync", False)
 
     @classmethod
     def all_in(cls, model: nn.Module) -> list[DdpReader]:
@@ -39,9 +46,9 @@ class DdpReader:
         # With this flag the forward pass prepares the reducer; without it, as in no_sync, the
         # reducer stays prepared until a backward pass has ended.
         if module.require_forward_param_sync:
-            self.reads, self.over = True, False
+            self._prepared, self.over = True, False
         elif self.over:
-            self.reads = False
+            self._prepared = False
 
 
 class _Kept(dict[Any, Any]):
