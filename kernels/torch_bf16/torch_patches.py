@@ -121,6 +121,13 @@ PATCHES: dict[str, TorchPatch] = {
         "an fp32 average raises an error about two dtypes, and a bf16 one, which hardly moves, "
         "goes unnoticed for some steps",
     ),
+    "lit_ema": TorchPatch(
+        "forward of modules that are LitEma of CompVis' latent-diffusion or copies of it",
+        "cast_model",
+        "the fp32 average that such a module keeps follows the bf16 weights of a cast model, and a "
+        "warning names a bf16 one",
+        "an fp32 average stays as it was made, without an error",
+    ),
     "load_from_state_dict": TorchPatch(
         "torch.nn.Module._load_from_state_dict",
         "cast_model",

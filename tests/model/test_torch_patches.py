@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from averaged_network import LitEma
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,7 @@ def unpatched():
 
 def train() -> None:
     """All that applies a patch."""
+    assert LitEma  # a class of its kind exists
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     recipe = torch_bf16.get_recipe("bf16-fp32-master", backend="eager")
@@ -54,6 +56,7 @@ def applied() -> set[str]:
             "averaged_model": hasattr(AveragedModel.update_parameters, "__wrapped__"),
             "foreach_lerp": hasattr(torch._foreach_lerp_, "__wrapped__"),
             "tensor_lerp": hasattr(torch.Tensor.lerp_, "__wrapped__"),
+            "lit_ema": hasattr(LitEma.forward, "__wrapped__"),
             "load_from_state_dict": hasattr(nn.Module._load_from_state_dict, "__wrapped__"),
             "parameter_deepcopy": hasattr(nn.Parameter.__deepcopy__, "__wrapped__"),
             "parameter_data": "data" in vars(nn.Parameter),

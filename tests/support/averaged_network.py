@@ -16,3 +16,22 @@ def move(model: nn.Module) -> None:
             p.mul_(1.5)
         for b in model.buffers():
             b.add_(1)
+
+
+class LitEma(nn.Module):
+    """As ldm.modules.ema.LitEma of CompVis' latent-diffusion does it."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__()
+        self.register_buffer("decay", torch.tensor(decay))
+        self.m_name2s_name = {}
+        for name, p in model.named_parameters():
+            self.m_name2s_name[name] = name.replace(".", "")
+            self.register_buffer(self.m_name2s_name[name], p.clone().detach().data)
+
+    def forward(self, model: nn.Module) -> None:
+        averages = dict(self.named_buffers())
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                average = averages[self.m_name2s_name[name]].type_as(p)
+                average.sub_((1.0 - self.decay) * (average - p))

@@ -4,7 +4,8 @@ One that was made before the cast is fp32, and torch's functions take one dtype 
 it could not follow bf16 weights. One that was made after the cast is bf16 and rounds away most
 updates; a warning names the first. torch's ``AveragedModel`` has a method for all of its tensors,
 timm's ``ModelEmaV3`` and ultralytics' ``ModelEMA`` call ``torch._foreach_lerp_`` on copies of the
-weights, and ema-pytorch's ``EMA`` calls ``Tensor.lerp_`` on one after the other.
+weights, and ema-pytorch's ``EMA`` calls ``Tensor.lerp_`` on one after the other. LitEma, of which
+programs have copies, is in a file of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch_bf16.torch_patches import Replacement
 from .averaging import rounds_stochastically
 from .blended_weights import exempt, leave_copies
 from .cast_modules import bf16_weights, is_of_cast_model
+from .lit_ema import replace_lit_emas
 from .watched_weight import has_address
 
 __all__ = ["watch_averages"]
@@ -43,6 +45,7 @@ def watch_averages() -> None:
     _lookups, _warned = _LOOKUPS, False
     for each in _REPLACEMENTS:
         each.apply()
+    replace_lit_emas(_warn)
 
 
 def _updating(original: Any) -> Any:
@@ -130,7 +133,7 @@ def _followed_by(average: nn.Module, model: nn.Module) -> str | None:
 
 def _warn(name: str | None, mover: str) -> None:
     global _lookups, _warned
-    if name is None:
+    if name is None or _warned:
         return
     _lookups, _warned = 0, True
     leave_copies()
