@@ -41,6 +41,7 @@ from .kept_fp32 import is_narrow, is_plain, kept, staying_ids
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
+from .shared_memory import SharedMemory
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
@@ -51,13 +52,13 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     """Cast the fp32 parameters of a model to bf16, in place.
 
     Parameters keep their identity, so tied weights stay tied and existing optimizers keep working.
-    Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
-    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, peft's
-    :func:`fp32_adapters`, and parameters that are not plain tensors (quantised weights) or are
-    frozen in a dtype other than fp32. Modules named by ``recipe.keep_fp32``, or by a model of
-    transformers in its ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were
-    bf16 or fp16, and compute in fp32, with their inputs upcast (tensors, also in tuples, lists and
-    dicts).
+    Left as they are: all buffers, except that one over the memory of a weight follows it, metrics
+    of torchmetrics, modules with running statistics (batch norm; torch cannot mix bf16 gains with
+    fp32 statistics on CPUs), every ``SyncBatchNorm``, peft's :func:`fp32_adapters`, and parameters
+    that are not plain tensors (quantised weights) or are frozen in a dtype other than fp32. Modules
+    named by ``recipe.keep_fp32``, or by a model of transformers in its
+    ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were bf16 or fp16, and
+    compute in fp32, with their inputs upcast (tensors, also in tuples, lists and dicts).
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
@@ -98,6 +99,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     _warn_of_buffers([gradient for _, gradient in gradients])
     hooks = NodeHooks.of(changed.values())
+    shared = SharedMemory.of(model, changed.values())
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():
         parameter.grad = None
@@ -126,6 +128,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             parameter.grad = gradient.to(parameter.dtype)
         for each in hooks:
             each.pass_on()
+        for each in shared:
+            each.restore()
         remainders.remember(model, bits_of)
     cast_modules.note(model, recipe, to_bf16, in_bf16, {id(p) for p in asked})
     for each in _callable(in_fp32):
