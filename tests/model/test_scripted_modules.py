@@ -1,5 +1,7 @@
 """Modules that TorchScript has compiled, which refuse some of a module's methods."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +69,21 @@ def test_places_of_weights_are_found_where_casts_replace_parameters():
         assert not torch.equal(exact, model.unused.weight.float())
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+class Recurrent(nn.Module):
+    """TorchScript knows the forward of an LSTM by its overloads."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+def test_a_recurrent_network_that_carried_autocast_is_scripted_in_fp32():
+    model = torch_bf16.carry_autocast(torch_bf16.cast_model(Recurrent()))
+    exported = copy.deepcopy(model).float()
+    x = torch.randn(3, 2, 8)
+    torch.testing.assert_close(torch.jit.script(exported)(x), exported(x))

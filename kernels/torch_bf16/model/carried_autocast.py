@@ -199,6 +199,8 @@ class CarriedForward:
         # Otherwise compiled, or another library's.
         self.own = module.forward if scripted else own_forward(module)
         self._module = weakref.ref(module)
+        # TorchScript finds the overloads of RNNs by it.
+        self.__module__ = getattr(self.__wrapped__, "__module__", __name__)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
