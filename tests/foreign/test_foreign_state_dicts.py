@@ -71,7 +71,7 @@ def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplo
     broken["state"][0]["wrapped"]["momentum_buffer"] = torch.zeros(7)
     broken["state"][0]["remainder16"] = torch.zeros(7)
     states, groups = optimizer.state, optimizer.param_groups
-    with pytest.raises(torch_bf16.StateMismatchError, match=r"Nothing was changed"):
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"No state was changed"):
         optimizer.load_state_dict(broken)
     assert optimizer.state is states
     assert optimizer.param_groups is groups
@@ -152,7 +152,7 @@ def test_a_refused_state_dict_does_not_say_which_states_these_are():
     assert saved["torch_bf16"]["narrow"] == ["exp_avg"]
     saved["state"][0]["remainder16"] = torch.zeros(7)
     model, other = make_run(ChoosesHalvesForAKnownState, "bf16-fp32-master")
-    with pytest.raises(torch_bf16.StateMismatchError, match=r"Nothing was changed"):
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"No state was changed"):
         other.load_state_dict(saved)
     assert "narrow" not in other.state_dict()["torch_bf16"]
     saved["torch_bf16"]["narrow"] = 3

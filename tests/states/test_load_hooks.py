@@ -26,5 +26,5 @@ def test_an_error_of_a_hook_after_the_load_does_not_say_that_nothing_was_changed
     with pytest.raises(ValueError, match=r"^my hook$"):
         optimizer.load_state_dict(saved)
     assert optimizer.state[weight]["step"] == 3
-    with pytest.raises(ValueError, match="Nothing was changed"):
+    with pytest.raises(ValueError, match="No state was changed"):
         optimizer.load_state_dict({})

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "check_groups", "load"]
 
-_UNCHANGED = "Nothing was changed"
+# A host may have loaded the model's weights by now.
+_UNCHANGED = "No state was changed"
 
 # Options of parameter groups that no class of torch has.
 _OURS = (*VARIANTS, FULLY_DECOUPLED)
