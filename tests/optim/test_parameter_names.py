@@ -126,6 +126,15 @@ def test_states_by_name_resume_in_other_groups(groups, flat):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+def test_groups_that_torch_gives_no_options_are_refused_by_name():
+    model, optimizer = grouped(ALL)
+    take_steps(optimizer, [0])
+    other, resumed = grouped([[0, 2, 4], [1, 3, 5]])
+    saved = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"'0\.weight'.*flatten_optimizer"):
+        set_optimizer_state_dict(other, resumed, saved)
+
+
 @pytest.mark.parametrize(
     ("groups", "kept"),
     [(ALL, [[f"net.{n}.{kind}" for n in range(3) for kind in ("weight", "bias")]]), (None, None)],

@@ -138,6 +138,14 @@ def check_hyperparameters(saved: Mapping[str, Any], expected: Iterable[str], num
             the next step.
     """
     if missing := [name for name in expected if name not in {*saved, *_DISPENSABLE}]:
+        if saved.keys() == {"params"} and any(isinstance(key, str) for key in saved["params"]):
+            raise StateMismatchError(
+                f"parameter group {number} of the optimizer holds {saved['params'][0]!r}, and the "
+                "state dict has its parameters in other groups, by name: torch finds the options "
+                "of only one group then. Save it with StateDictOptions("
+                "flatten_optimizer_state_dict=True), which resumes in any groups, or make the "
+                "groups that were saved"
+            )
         raise StateMismatchError(
             f"parameter group {number} of the state dict has no {', '.join(missing)}: it was saved "
             "from another class of optimizer or is damaged. Load it into an optimizer of the class "
