@@ -64,6 +64,14 @@ PATCHES: dict[str, TorchPatch] = {
         "such an optimizer rounds fp32 moments to bf16 as it loads them, and takes the bits beside "
         "a weight for numbers",
     ),
+    "broadcast_states": TorchPatch(
+        "_broadcast_state_dict in torch.distributed.checkpoint.state_dict",
+        "the first state dict of an optimizer of this package, once that module is imported",
+        "set_optimizer_state_dict with broadcast_from_rank0=True refuses, on all ranks, exact "
+        "masters in another format than the optimizer's, as FSDP1 and other recipes save them",
+        "rank 0 continues from the masters and all other ranks from bf16 weights, so that replicas "
+        "differ",
+    ),
     "autocast_kernels": TorchPatch(
         "kernels of the dispatch keys AutocastCPU and AutocastCUDA for operations of aten that "
         "have none",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from averaged_network import LitEma
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +40,7 @@ def train() -> None:
     with torch_bf16.arithmetic("cpu", "fp32"):
         model(torch.arange(8)).sum().backward()
     optimizer.step()
+    optimizer.state_dict()
 
 
 def applied() -> set[str]:
@@ -48,6 +50,7 @@ def applied() -> set[str]:
         for name, is_applied in {
             "optimizer_subclasses": "__subclasses__" in vars(torch.optim.Optimizer),
             "optimizer_state_dict": SAVE is not torch.optim.Optimizer.state_dict,
+            "broadcast_states": hasattr(state_dict._broadcast_state_dict, "__wrapped__"),
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
             "autocast_to_fp32": has_kernel("aten::embedding", "AutocastCPU"),
             "dispatch_mode_enter": hasattr(TorchDispatchMode.__enter__, "__wrapped__"),

@@ -22,6 +22,7 @@ from torch_bf16.states.views import (
 )
 
 from . import inherited_masters
+from .broadcast_states import watch_broadcasts
 from .overwritten import without_remainders
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ __all__ = ["save"]
 def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Make a state dict by torch's own method, with a header, and with bits shown as numbers."""
     was_seen = True
+    # It asks for a state dict before it sends one.
+    watch_broadcasts()
 
     def before(_: Any) -> None:
         nonlocal was_seen

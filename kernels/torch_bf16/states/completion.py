@@ -158,6 +158,8 @@ def complete_master(
     weights = recipe.format_of("weights", shard.shape, dtype)
     keys = weights.plane_names("")[1:]
     saved = masters_in(state)
+    # set_optimizer_state_dict adds what a whole state dict has to the optimizer's own entries.
+    saved = {key: each for key, each in saved.items() if key not in keys} or saved
     if not saved:
         return {
             key: _first_master(shard, plane.dtype, home)

@@ -107,8 +107,9 @@ def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
         number = state.get(_AS_NUMBERS.get(key, ""))
         if key in _BITS and getattr(value, "dtype", None) == torch.bfloat16:
             value = value.view(dtype)
-        # NaN means that the parameter's format has no such plane.
-        if number is not None and not number.isnan().any():
+        # NaN means that the parameter's format has no such plane; of no elements it cannot be told,
+        # nor does it matter.
+        if number is not None and number.numel() and not number.isnan().any():
             value = number.to(dtype)
         if value is not None:
             masters[key] = value

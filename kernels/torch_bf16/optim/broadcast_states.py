@@ -1,0 +1,60 @@
+"""Refuses a broadcast of states that would reach the first rank alone.
+
+``set_optimizer_state_dict`` with ``broadcast_from_rank0=True`` sends the other ranks only the
+entries that they have already. Of a weight whose exact master was saved in another format, as by
+FSDP1 or with another recipe, they would continue from the bf16 number, and rank 0 from the master.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_bf16.errors import StateMismatchError
+from torch_bf16.states.views import MASTERS
+from torch_bf16.torch_patches import Replacement
+
+__all__ = ["watch_broadcasts"]
+
+
+def watch_broadcasts() -> None:
+    """Look at what torch's module for distributed state dicts sends, once a program has it."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if not hasattr(module, "_broadcast_state_dict"):
+        return
+    if not _watched:
+        _watched.append(
+            Replacement("broadcast_states", module, "_broadcast_state_dict", _refusing)
+        )
+    _watched[0].apply()
+
+
+_watched: list[Replacement] = []
+
+
+def _refusing(original: Any) -> Any:
+    def broadcast_state_dict(full: Any, local: Any, *args: Any, **kwargs: Any) -> None:
+        # Of weights whose format keeps no master, every rank drops what the file has.
+        owners = {key.rpartition(".")[0] for key in local if _is_master(key)}
+        masters = [key for key in full if key not in local and _is_master(key)]
+        unsent = [[key for key in masters if key.rpartition(".")[0] in owners]]
+        dist.broadcast_object_list(unsent, src=0, group=kwargs.get("pg"))
+        if unsent[0]:
+            name, _, key = unsent[0][0].removeprefix("state.").rpartition(".")
+            raise StateMismatchError(
+                f"the state dict has {key} of {name!r}, and this optimizer keeps exact masters in "
+                "another format: the file was saved by FSDP1, or with another recipe. "
+                "broadcast_from_rank0=True sends ranks only entries that they have, so that all "
+                "but rank 0 would continue from the bf16 weights. Read the file on every rank, "
+                "and pass StateDictOptions(full_state_dict=True) to set_model_state_dict and then "
+                "set_optimizer_state_dict. No state was changed"
+            )
+        original(full, local, *args, **kwargs)
+
+    return broadcast_state_dict
+
+
+def _is_master(key: str) -> bool:
+    return key.startswith("state.") and key.rpartition(".")[2] in MASTERS
