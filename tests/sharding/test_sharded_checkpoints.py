@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exported import export_file
-from sharded_models import ALONE, EVEN, Case, held, local, make_model, named
+from sharded_models import ALONE, EVEN, WIDE, Case, held, local, make_model, named
 from sharded_training import (
     RECIPES,
     STEPS,
+    Part,
     Run,
     adamw,
     assert_same,
@@ -222,3 +223,19 @@ def saved_as_a_file(case, file):
 def test_one_ranks_part_is_not_saved_as_if_it_were_all(ranks, tmp_path):
     ranks(2, saved_as_a_file, Case("fsdp2", (2,)), tmp_path / "run.pt")
     assert set(torch_bf16.load_checkpoint(tmp_path / "run.pt")) == {"model", "optimizer"}
+
+
+def fp32_moments(case):
+    run = Run(case, "bytes").train(range(2))
+    states = torch_bf16.fp32_optimizer_state_dict(run.optimizer)["state"].values()
+    return {
+        f"{name}/{key}": Part(*held(case)[name], local(state[key]).reshape(-1))
+        for name, state in zip(named(run.model), states, strict=True)
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+@pytest.mark.parametrize("case", [Case("fsdp2", (3,), WIDE), Case("tp", (2,), WIDE)], ids=Case.id)
+def test_moments_in_blocks_become_fp32_numbers_where_they_lie(ranks, case):
+    expected = joined([fp32_moments(Case(ALONE.way, ALONE.mesh, WIDE))])
+    assert_same(expected, joined(ranks(case.world, fp32_moments, case)))

@@ -25,9 +25,7 @@ def watch_broadcasts() -> None:
     if not hasattr(module, "_broadcast_state_dict"):
         return
     if not _watched:
-        _watched.append(
-            Replacement("broadcast_states", module, "_broadcast_state_dict", _refusing)
-        )
+        _watched.append(Replacement("broadcast_states", module, "_broadcast_state_dict", _refusing))
     _watched[0].apply()
 
 

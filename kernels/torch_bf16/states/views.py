@@ -123,7 +123,7 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     left_out = {*MASTERS, *(name for _, *rest in planes.values() for name in rest)}
     # Copies, because torch's load_state_dict would keep using this optimizer's own tensors.
     numbers = {
-        key: formats[key].decode([state[name] for name in names]).clone()
+        key: place_like(state[key], formats[key].decode([local(state[n]) for n in names]).clone())
         for key, names in planes.items()
     }
     tensors = {k: each for k, each in state.items() if isinstance(each, Tensor)}
