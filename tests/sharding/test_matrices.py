@@ -103,7 +103,12 @@ def trained_between(case, recipe, make, before, after, steps):
 
 WAYS = {
     "fsdp2": [Case("fsdp2", (2,)), Case("fsdp2+tp", (2, 2)), Case("tp", (2,)), Case("fsdp2", (1,))],
-    "fsdp1": [Case("fsdp1", (2,)), Case("fsdp1", (4,)), Case("fsdp1-hybrid", (2, 2))],
+    "fsdp1": [
+        Case("fsdp1", (2,)),
+        Case("fsdp1-no-shard", (2,)),
+        Case("fsdp1", (4,)),
+        Case("fsdp1-hybrid", (2, 2)),
+    ],
 }
 
 

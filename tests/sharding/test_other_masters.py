@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from sharded_models import ALONE, EVEN, Case, held, local, named
+from sharded_models import ALONE, EVEN, Case, held, local, make_model, named
 from sharded_training import RECIPES, STEPS, Part, Run, assert_same, joined
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torch_bf16
-from torch_bf16 import StateMismatchError
+from torch_bf16 import StateMismatchError, torch_patches
 
 EXACT = "bf16-fp32-master"
 BESIDE = torch_bf16.get_recipe(EXACT, weights="bf16+fp32")
@@ -86,3 +86,18 @@ def test_masters_that_no_rank_keeps_are_broadcast_and_dropped(ranks):
     recipes = EXACT, RECIPES[0]
     found = [ranks(4, moved, FSDP2, FSDP2, recipes, each) for each in (True, False)]
     assert_same(*map(joined, found))
+
+
+def broadcast_weights():
+    """To ranks of which only the first has made a state dict of its optimizer before."""
+    torch_patches.restore()
+    run, weights = Run(FSDP2, EXACT), {}
+    if dist.get_rank() == 0:
+        run.optimizer.state_dict()
+        weights = {name: each.clone() for name, each in make_model(EVEN).state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(run.model, weights, options=options)
+
+
+def test_weights_are_broadcast_to_ranks_without_a_state_dict(ranks):
+    ranks(4, broadcast_weights)

@@ -164,7 +164,7 @@ def gatherable(
         value = gathered.setdefault(key, stand_in)
         if value.shape != parameter.shape:
             places = shard_of(parameter).span.places(value.shape, value.device)
-            gathered[key] = value.view(-1)[places]
+            gathered[key] = value.view(-1)[places].view(parameter.shape)
     if parameter.dtype != torch.bfloat16:
         return gathered
     for key in sorted(planes):
