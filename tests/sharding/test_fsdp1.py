@@ -205,6 +205,10 @@ REFUSED = {
         "is 'weight', which was not contiguous when FSDP1 flattened it",
         lambda _: unnamed(shard(transposed(), CASE), RECIPES[0]),
     ),
+    "transposed without sharding": (
+        "is 'weight', which was not contiguous when FSDP1 flattened it",
+        lambda _: unnamed(shard(transposed(), Case("fsdp1-no-shard", (4,))), RECIPES[0]),
+    ),
     "tensor parallelism": (
         "'weight', which tensor parallelism had cut before FSDP1 flattened it",
         lambda _: unnamed(cut_before(), RECIPES[0]),

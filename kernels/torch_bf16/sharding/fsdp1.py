@@ -120,8 +120,9 @@ class Fsdp1Shard(Shard):
         if not flat._contiguities[number]:
             return (
                 f"is {flat._fqns[number]!r}, which was not contiguous when FSDP1 flattened it: its "
-                "elements lie in another order than their indices, which the noise follows. Make "
-                "it contiguous before wrapping (p.data = p.data.contiguous())"
+                "elements lie in another order than their indices, which the noise follows, and "
+                "without sharding its gradient has yet another. Make it contiguous before wrapping "
+                "(p.data = p.data.contiguous())"
             )
         return None
 
@@ -181,15 +182,19 @@ def is_part(parameter: Tensor) -> bool:
     """Whether FSDP1 has left only a part of the parameter, or has made it of several.
 
     Without sharding (``NO_SHARD``, one rank) and with ``use_orig_params=True`` parameters do not
-    change.
+    change. But of one that was not contiguous FSDP1 then gives the gradient in another order, so
+    that it counts as a part, which is refused.
     """
     if not any_flattened([parameter]):
         return False
+    shard = Fsdp1Shard(parameter)
     try:
-        handle = Fsdp1Shard(parameter)._handle
+        handle = shard._handle
     except LookupError:
         return True
-    return handle.uses_sharded_strategy or not handle._use_orig_params
+    if handle.uses_sharded_strategy or not handle._use_orig_params:
+        return True
+    return not handle.flat_param._contiguities[shard._number]
 
 
 def unit_of(parameter: Tensor) -> dict[Tensor, tuple[int, ...]]:
