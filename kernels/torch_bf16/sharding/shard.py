@@ -155,7 +155,10 @@ class Shard:
             part: the whole expanded tensor, or a checkpoint's numbers for this rank's elements.
             shape: shape of the smaller tensor: 1 in dimensions in which it was expanded.
         """
-        return part[tuple(map(slice, shape))] if tuple(part.shape) == self.shape else part
+        if tuple(part.shape) != self.shape:
+            return part
+        # A copy, because a view would keep the whole tensor.
+        return part[tuple(map(slice, shape))].clone()
 
     def groups(self) -> list[Any]:
         """The process groups whose ranks hold other elements: sums go over each of them."""
