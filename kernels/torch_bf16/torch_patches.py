@@ -72,6 +72,13 @@ PATCHES: dict[str, TorchPatch] = {
         "rank 0 continues from the masters and all other ranks from bf16 weights, so that replicas "
         "differ",
     ),
+    "optimizer_init": TorchPatch(
+        "_init_optim_state in torch.distributed.checkpoint.state_dict",
+        "accumulate='fp32'",
+        "get_state_dict before the first step, which a run that resumes by DCP calls, makes states "
+        "beside fp32 sums of gradients",
+        "it raises torch's error about the dtype of a gradient",
+    ),
     "autocast_kernels": TorchPatch(
         "kernels of the dispatch keys AutocastCPU and AutocastCUDA for operations of aten that "
         "have none",

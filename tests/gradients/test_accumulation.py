@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from bucket_cases import bits
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import torch_bf16
 from torch_bf16 import Recipe
@@ -143,6 +144,25 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(format):
     other.load_state_dict(saved[1])
     run(resumed, other, range(2, 4))
     assert torch.equal(model.w, resumed.w)
+
+
+def test_states_are_made_before_the_first_step_which_dcp_loads_in_place():
+    model, optimizer = model_and_optimizer("fp32", weights="bf16+16")
+    _, states = get_state_dict(model, optimizer)
+    assert states["state"]["w"]["remainder16"].shape == model.w.shape
+    assert model.w.grad is None
+    assert model.w.grad_dtype == torch.float32
+    for _ in range(2):
+        add(model.w, torch.tensor(TINY).bfloat16())
+    assert model.w.grad.dtype == torch.float32
+    optimizer.step()
+    assert optimizer.exact_weight(model.w).ne(1).all()
+    # Gradients that are there are left alone, and states are not made.
+    model, optimizer = model_and_optimizer("fp32")
+    add(model.w, torch.tensor(TINY).bfloat16())
+    before = model.w.grad.clone()
+    get_state_dict(model, optimizer)
+    assert torch.equal(model.w.grad, before)
 
 
 @pytest.mark.parametrize("format", ["bf16_stochastic", "fp32"])

@@ -35,7 +35,7 @@ def train() -> None:
     assert LitEma  # a class of its kind exists
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
-    recipe = torch_bf16.get_recipe("bf16-fp32-master", backend="eager")
+    recipe = torch_bf16.get_recipe("bf16-fp32-master", backend="eager", accumulate="fp32")
     torch_bf16.prepare(model, optimizer, recipe)
     with torch_bf16.arithmetic("cpu", "fp32"):
         model(torch.arange(8)).sum().backward()
@@ -51,6 +51,7 @@ def applied() -> set[str]:
             "optimizer_subclasses": "__subclasses__" in vars(torch.optim.Optimizer),
             "optimizer_state_dict": SAVE is not torch.optim.Optimizer.state_dict,
             "broadcast_states": hasattr(state_dict._broadcast_state_dict, "__wrapped__"),
+            "optimizer_init": hasattr(state_dict._init_optim_state, "__wrapped__"),
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
             "autocast_to_fp32": has_kernel("aten::embedding", "AutocastCPU"),
             "dispatch_mode_enter": hasattr(TorchDispatchMode.__enter__, "__wrapped__"),

@@ -41,6 +41,7 @@ from .hooked_parameters import HookedParameters, remove_with, summed, weakly
 from .step_numbers import StepNumbers
 from .summed_pass import SummedPass
 from .sums import Addition, Sums, addable, with_graph_of
+from .zero_gradients import let_torch_set_zeros
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 
@@ -137,6 +138,7 @@ class GradientAccumulation:
         self._reduction: Fp32Reduction | None = None
         if format == "fp32":
             _check_torch()
+            let_torch_set_zeros()
             if model is not None:
                 self._reduction = Fp32Reduction.of(model)
         engine: Engine = optimizer._engine

@@ -34,10 +34,9 @@ _watched: list[Replacement] = []
 
 def _refusing(original: Any) -> Any:
     def broadcast_state_dict(full: Any, local: Any, *args: Any, **kwargs: Any) -> None:
-        # Of weights whose format keeps no master, every rank drops what the file has.
         owners = {key.rpartition(".")[0] for key in local if _is_master(key)}
         if not owners:
-            # Nor weights: a rank whose optimizer has made no state dict yet does not ask.
+            # So is a broadcast of weights, which ranks without our optimizers may take part in.
             original(full, local, *args, **kwargs)
             return
         masters = [key for key in full if key not in local and _is_master(key)]
