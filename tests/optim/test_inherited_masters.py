@@ -74,6 +74,32 @@ def test_a_new_optimizer_starts_from_what_something_else_has_written(recipe):
     assert torch.equal(second.exact_weight(model[0].bias), first.exact_weight(model[0].bias))
 
 
+def test_masters_that_were_loaded_are_inherited_without_a_step(recipe):
+    trained = cast(recipe)
+    first = make(trained, recipe)
+    step(first, 0)
+    # A host loads the weights into an fp32 model, whose cast then leaves bits that are all zero.
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    model.load_state_dict(trained.state_dict())
+    torch_bf16.cast_model(model, recipe)
+    loaded = make(model, recipe)
+    loaded.load_state_dict(copy.deepcopy(first.state_dict()))
+    after = make(model, recipe)
+    assert all(map(torch.equal, exact(model, after), exact(trained, first)))
+
+
+def test_of_two_the_one_that_stepped_last_is_inherited_from(recipe):
+    model = cast(recipe)
+    first = make(model, recipe)
+    step(first, 0)
+    for p in model.parameters():
+        p.data  # noqa: B018  (saves what tells writes number by number)
+    second = make(model, recipe)
+    step(second, 1)
+    before = exact(model, second)
+    assert all(map(torch.equal, exact(model, make(model, recipe)), before))
+
+
 def test_both_step_from_masters_of_their_own(recipe):
     model = cast(recipe)
     first = make(model, recipe)

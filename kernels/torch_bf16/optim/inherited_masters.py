@@ -18,7 +18,7 @@ from torch_bf16.backends import fetch
 from torch_bf16.engine.engine import begun_optimizers
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
-from torch_bf16.sharding import local, shard_of
+from torch_bf16.sharding import Shard, local, shard_of
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.views import MASTERS, masters_in, planes_of_master
 
@@ -37,10 +37,14 @@ def inherit(optimizer: BF16Optimizer) -> None:
     """
     optimizer._engine.optimizer = ref(optimizer)
     others, planes = begun_optimizers(), {}
-    waiting = _waiting(optimizer, parameters_of(optimizer)) if others else set()
+    own = set(parameters_of(optimizer)) if others else set()
+    waiting = _waiting(optimizer, own) if others else set()
     for other in others:
+        # Bits that a cast has left are older than a master that was loaded since, without a step.
+        loaded = (other._engine.loaded.keys() - other._engine.snapshots.keys()) & own
+        loaded = _with_master(optimizer, loaded).keys()
         # Most of many optimizers, such as one for each parameter, have none of these.
-        for parameter in dict.keys(other.state) & waiting:
+        for parameter in dict.keys(other.state) & (waiting | loaded):
             state = dict.get(other.state, parameter, {})
             if _is_last(other, parameter) and _has_master(state):
                 waiting.discard(parameter)
@@ -88,14 +92,16 @@ def _is_last(optimizer: BF16Optimizer, parameter: Tensor) -> bool:
 
 def _waiting(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> set[Tensor]:
     """The parameters that get an exact master whose bits are not known otherwise."""
-    shards = [shard_of(p) for p in parameters if p.dtype == torch.bfloat16]
-    format_of = optimizer.recipe.format_of
-    return {
-        shard.parameter
-        for shard, known in zip(shards, remainders.find_unwritten(shards), strict=True)
-        if known is None
-        and len(format_of("weights", shard.shape, shard.parameter.dtype).planes) > 1
-    }
+    shards = _with_master(optimizer, parameters)
+    found = remainders.find_unwritten([*shards.values()])
+    return {each for each, known in zip(shards, found, strict=True) if known is None}
+
+
+def _with_master(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> dict[Tensor, Shard]:
+    """The parameters that get an exact master, with their shards."""
+    shards = {p: shard_of(p) for p in parameters if p.dtype == torch.bfloat16}
+    of = optimizer.recipe.format_of
+    return {p: s for p, s in shards.items() if len(of("weights", s.shape, p.dtype).planes) > 1}
 
 
 def _remember(states: Mapping[Tensor, tuple[BF16Optimizer, Mapping[str, Any]]]) -> None:
