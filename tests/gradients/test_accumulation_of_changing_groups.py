@@ -101,6 +101,26 @@ def test_the_noise_of_a_sum_is_that_of_the_optimizer_that_has_the_parameter():
     assert torch.equal(sums[1], sums[3])
 
 
+@pytest.mark.parametrize("accumulate", ["bf16_stochastic", "bf16_nearest"])
+def test_an_optimizer_of_an_earlier_training_that_still_lives_sums_no_more(accumulate):
+    sums = []
+    for before in (False, True):
+        trained, living = parameter(), []
+        if before:
+            living.append(sgd([("trained", trained)], "bf16_stochastic"))
+            add_many(trained)
+            living[0].step()
+        optimizer = sgd([("trained", trained)], accumulate)
+        for _ in range(2):
+            add_many(trained)
+            sums.append(trained.grad.clone())
+            optimizer.step()
+    assert torch.equal(sums[0], sums[2])
+    assert torch.equal(sums[1], sums[3])
+    # Its steps number the noise, and it takes no more of them.
+    assert torch.equal(sums[2], sums[3]) is (accumulate == "bf16_nearest")
+
+
 @pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
 @pytest.mark.parametrize("watched", [False, True], ids=["gathered", "alone"])
 def test_a_parameter_that_left_is_not_kept_alive(accumulate, watched):

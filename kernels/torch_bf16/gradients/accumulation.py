@@ -114,7 +114,9 @@ def accumulate_gradients(
 
 def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
     """Follow a recipe's ``accumulate``, as far as that needs no module."""
-    if recipe.accumulate != "bf16_nearest":
+    # Also torch's own, where an optimizer of an earlier training may still live and sum.
+    sums = recipe.accumulate != "bf16_nearest"
+    if sums or any(id(p) in summed for p in parameters_of(optimizer)):
         GradientAccumulation(optimizer, recipe.accumulate)
 
 
@@ -175,6 +177,8 @@ class GradientAccumulation:
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_step),
             ]
+        else:
+            self.hook_parameters()
         engine.accumulation = self
         if engine.release is not None:
             # Released steps need the sums, so their hooks must come after these.
@@ -191,10 +195,9 @@ class GradientAccumulation:
             optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
-        """Hook the parameters that are new, or no longer frozen; torch's own sums need no hooks."""
+        """Hook the parameters that are new, or no longer frozen."""
         self._sums = Sums()
-        if self.format != "bf16_nearest":
-            self._hooked.update()
+        self._hooked.update()
 
     def unhooked(self, parameter: Any, others: list[GradientAccumulation]) -> None:
         """Leave the sum of a parameter to torch again, or to other accumulations."""
@@ -214,8 +217,8 @@ class GradientAccumulation:
 
     def hook(self, parameter: Any) -> list[Any]:
         """Sum a parameter's gradients here from now on; returns the hooks' handles."""
-        if parameter.is_complex():
-            # torch's own sums are in fp32.
+        if parameter.is_complex() or self.format == "bf16_nearest":
+            # torch's own sums, which are in fp32 for complex numbers.
             return []
         sharded, hooks = shard_of(parameter).replaces_parameter, []
         if self.format == "fp32":
@@ -240,7 +243,7 @@ class GradientAccumulation:
         for key in keys:
             # FSDP2's units also hold other optimizers' parameters, and a graph may outlive a hook.
             parameter = self._hooked.by_id.get(key)
-            if parameter is None or parameter.grad is None:
+            if parameter is None or parameter.grad is None or not self._sums_now(key):
                 self._returned.pop(key, None)
                 continue
             version = parameter.grad._version
@@ -252,8 +255,14 @@ class GradientAccumulation:
                     running.aside[key] = parameter, parameter.grad
                     parameter.grad = None
 
+    def _sums_now(self, key: int) -> bool:
+        """Whether no later optimizer has the parameter, whose steps number the noise."""
+        return summed.get(key) is self._hooked
+
     def _merge(self, parameter: Any) -> None:
         """Add the gradient that has just arrived to the sum, which goes back into ``p.grad``."""
+        if not self._sums_now(id(parameter)):
+            return
         running = self._passes.current()
         total = None
         if running is not None:
