@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from random_writes import lower_bytes, numbers, write
 from torch import Tensor, nn
 
 import torch_bf16
@@ -77,10 +78,6 @@ class Net(nn.Module):
                 parameter.copy_(numbers(parameter, number))
 
 
-def numbers(like: Tensor, seed: int) -> Tensor:
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
-
-
 NAMES = ["embedding", "matrix", "large", "conv", "bias", "scale", "late"]
 
 
@@ -96,7 +93,7 @@ class RandomPrograms(RuleBasedStateMachine):
         self.recipe_name = data.draw(st.sampled_from(self.recipes), "recipe")
         self.recipe, self.named = RECIPES[self.recipe_name], named
         self.exact = self.recipe_name in EXACT
-        self.joined, self.steps = False, 0
+        self.joined, self.steps, self.written = False, 0, False
         self.saved: Any = None
         self.monitor: Any = None
         self.average: Any = None
@@ -107,6 +104,9 @@ class RandomPrograms(RuleBasedStateMachine):
 
     def _made(self, backend: str, cast: bool) -> tuple[nn.Module, Any]:
         net = torch_bf16.cast_model(Net(), self.recipe) if cast else Net()
+        return net, self._optimizer_of(net, backend)
+
+    def _optimizer_of(self, net: nn.Module, backend: str) -> Any:
         kind, options = {**OURS, **CONVERTED}[self.optimizer_name]
         *named, late = [(name, getattr(net, name)) for name in NAMES]
         groups = [[each for each in named if (each[1].ndim > 1) is flag] for flag in (True, False)]
@@ -117,8 +117,8 @@ class RandomPrograms(RuleBasedStateMachine):
         recipe, options = get_recipe(self.recipe, backend=backend), {"lr": 0.01, **options}
         groups = [{"params": group} for group in groups]
         if self.optimizer_name in CONVERTED:
-            return net, torch_bf16.convert(kind(groups, **options), recipe)
-        return net, kind(groups, recipe=recipe, **options)
+            return torch_bf16.convert(kind(groups, **options), recipe)
+        return kind(groups, recipe=recipe, **options)
 
     def _both(self) -> tuple[tuple[nn.Module, Any], ...]:
         return (self.net, self.optimizer), (self.twin, self.twin_optimizer)
@@ -164,7 +164,7 @@ class RandomPrograms(RuleBasedStateMachine):
         frozen = [each for each in both if not each.requires_grad]
         for each in frozen:
             each.requires_grad_()
-        self.stepped = False
+        self.stepped = self.written = False
         self.step(set(), 1e-2, 1.0, False)
         for each in frozen:
             each.requires_grad_(False)
@@ -219,11 +219,11 @@ class RandomPrograms(RuleBasedStateMachine):
         if ours is None or (in_part and not self.exact):
             return
         self._step_since_loading()
-        self.stepped = False
+        self.stepped, self.written = False, True
         before = ours.detach().clone()
-        _write(self.net, name, way, self.steps)
+        write(self.net, name, way, self.steps)
         if not self.exact:
-            _write(self.twin, name, way, self.steps)
+            write(self.twin, name, way, self.steps)
             return
         exact = self.optimizer.exact_weight(ours)
         unchanged = before == ours
@@ -231,12 +231,24 @@ class RandomPrograms(RuleBasedStateMachine):
         # Where a fp32 copy still rounds to the weight, or one lower byte is another's, it stays.
         alike = exact.to(BF16) == ours
         if self.recipe_name == "master" and ours.dtype == BF16:
-            alike &= (exact == ours) | (_lower_bytes(before) == _lower_bytes(ours))
+            alike &= (exact == ours) | (lower_bytes(before) == lower_bytes(ours))
         assert (kept | alike).all(), f"{name} has bits of numbers that were overwritten"
         if not in_part and unchanged.float().mean() > 0.5:
             assert kept[unchanged].all(), f"{name} has lost bits of numbers that nobody wrote"
         with torch.no_grad():
             twin.copy_(exact)
+
+    @precondition(lambda self: self.release is None)
+    @rule()
+    def train_anew(self) -> None:
+        """With an optimizer of its own, as a second fit does; that of the first one still lives."""
+        if self.written:
+            self._step_all()
+        self._stop_looking()
+        self.earlier = self.optimizer, self.twin_optimizer
+        self.optimizer = self._optimizer_of(self.net, "cpu")
+        self.twin_optimizer = self._optimizer_of(self.twin, "eager")
+        self.stepped = False
 
     @precondition(lambda self: self.release is None)
     @rule()
@@ -322,6 +334,7 @@ class RandomPrograms(RuleBasedStateMachine):
     def put_weights_back(self) -> None:
         """As an evaluation does that copies an average into the model."""
         self._step_since_loading()
+        self.written = True
         weights = {name: each.clone() for name, each in self.net.state_dict().items()}
         self.net.load_state_dict({name: each * 2 for name, each in weights.items()})
         self.net.load_state_dict(weights)
@@ -370,26 +383,3 @@ def _switched(handle: Any, make: Callable[[], Any]) -> Any:
         return make()
     handle.remove()
     return None
-
-
-def _lower_bytes(weight: Tensor) -> Tensor:
-    return weight.detach().view(torch.int16) & 0xFF
-
-
-@torch.no_grad()
-def _write(net: nn.Module, name: str, way: str, seed: int) -> None:
-    parameter = net.get_parameter(name)
-    new = numbers(parameter, seed).to(BF16).to(parameter.dtype)
-    if way == "copy_":
-        parameter.copy_(new)
-    elif way == "load":
-        net.load_state_dict({name: new}, strict=False)
-    elif way == "data.copy_":
-        parameter.data.copy_(new)
-    elif way == "data =":
-        parameter.data = new
-    elif way == "mul_":
-        parameter.mul_(0.5)
-    else:
-        memory = parameter.data if way.startswith("data") else parameter
-        memory.masked_fill_(torch.arange(parameter.numel()).view(parameter.shape) < 3, 0.25)
