@@ -73,9 +73,9 @@ class _InOwnDtype(TorchFunctionMode):
 
 
 def _first_bf16(ema: nn.Module, model: nn.Module) -> str | None:
-    buffers = dict(ema.named_buffers(recurse=False))
+    buffers, buffer_of = dict(ema.named_buffers(recurse=False)), getattr(ema, _NAMES, {})
     for name, weight in model.named_parameters():
-        average = buffers.get(getattr(ema, _NAMES, {}).get(name))
+        average = buffers.get(buffer_of.get(name, ""))
         if average is not None and average.dtype == weight.dtype == torch.bfloat16:
             return name
     return None
