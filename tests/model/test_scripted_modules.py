@@ -8,7 +8,7 @@ from torch import nn
 
 import torch_bf16
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated
 
 RECIPES = ["bf16-stochastic", "bf16-fp32-master"]
 
