@@ -100,6 +100,21 @@ def test_of_two_the_one_that_stepped_last_is_inherited_from(recipe):
     assert all(map(torch.equal, exact(model, make(model, recipe)), before))
 
 
+@pytest.mark.parametrize("loaded", [False, True], ids=["stepped", "loaded"])
+def test_making_an_optimizer_looks_through_no_others(recipe, monkeypatch, loaded):
+    parameters = [nn.Parameter(torch.ones(4).bfloat16()) for _ in range(200)]
+    first = torch_bf16.AdamW(parameters, recipe=recipe)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    first.step()
+    if loaded:
+        first.load_state_dict(copy.deepcopy(first.state_dict()))
+    hashed, original = [], torch.Tensor.__hash__
+    monkeypatch.setattr(torch.Tensor, "__hash__", lambda t: hashed.append(t) or original(t))
+    torch_bf16.AdamW(parameters[:1], recipe=recipe)
+    assert 0 < len(hashed) < 100
+
+
 def test_both_step_from_masters_of_their_own(recipe):
     model = cast(recipe)
     first = make(model, recipe)

@@ -41,10 +41,12 @@ def inherit(optimizer: BF16Optimizer) -> None:
     waiting = _waiting(optimizer, own) if others else set()
     for other in others:
         # Bits that a cast has left are older than a master that was loaded since, without a step.
-        loaded = (other._engine.loaded.keys() - other._engine.snapshots.keys()) & own
-        loaded = _with_master(optimizer, loaded).keys()
+        engine = other._engine
+        # Of two sets this goes through the smaller one: making many optimizers stays cheap.
+        loaded = [p for p in engine.loaded.keys() & own if p not in engine.snapshots]
+        candidates = waiting.union(_with_master(optimizer, loaded)) if loaded else waiting
         # Most of many optimizers, such as one for each parameter, have none of these.
-        for parameter in dict.keys(other.state) & (waiting | loaded):
+        for parameter in dict.keys(other.state) & candidates:
             state = dict.get(other.state, parameter, {})
             if _is_last(other, parameter) and _has_master(state):
                 waiting.discard(parameter)
