@@ -49,6 +49,25 @@ def test_a_class_that_is_defined_after_the_first_cast_follows_from_the_next_cast
     assert moved >= {"0weight", "3weight"}
 
 
+class WithOtherArguments(LitEma):
+    """Programs change their copies."""
+
+    def forward(self, net, step=0):
+        assert self.m_name2s_name
+        super().forward(net)
+        return step
+
+
+def test_copies_may_take_other_arguments():
+    model = network()
+    ema = WithOtherArguments(model, DECAY)
+    cast_model(model)
+    before = {name: each.clone() for name, each in averages(ema).items()}
+    move(model)
+    assert ema(model, 1) == ema(net=model, step=1) == 1
+    assert not torch.equal(averages(ema)["0weight"], before["0weight"])
+
+
 def test_a_bf16_average_is_named_once_with_what_works():
     model = cast_model(network())
     ema = LitEma(model, DECAY)

@@ -53,12 +53,14 @@ def _classes() -> Iterator[type[nn.Module]]:
 @functools.cache
 def _replacement(kind: type[nn.Module], warn: Callable[[str | None, str], None]) -> Replacement:
     def moving(original: Any) -> Any:
-        def forward(self: nn.Module, model: nn.Module) -> Any:
-            if torch.compiler.is_compiling() or not is_of_cast_model(model):
-                return original(self, model)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Copies name the model as they like, and some take more than it.
+            model = next((m for m in (*args, *kwargs.values()) if isinstance(m, nn.Module)), None)
+            if torch.compiler.is_compiling() or model is None or not is_of_cast_model(model):
+                return original(self, *args, **kwargs)
             warn(_first_bf16(self, model), kind.__name__)
             with _InOwnDtype():
-                return original(self, model)
+                return original(self, *args, **kwargs)
 
         return forward
 
