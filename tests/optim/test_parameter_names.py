@@ -91,11 +91,14 @@ def test_a_parameter_that_has_left_can_be_freed(trained):
     assert len(optimizer._engine.names.given) == 1
 
 
-def grouped(groups, renamed=""):
+def grouped(groups, renamed="", renamed_layers=0):
     """Three layers whose parameters come in these groups, by number, under other names."""
     torch.manual_seed(0)
     model = torch_bf16.cast_model(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), STOCHASTIC)
-    named = [(renamed + name, parameter) for name, parameter in model.named_parameters()]
+    named = [
+        (f"{renamed}{int(name[0]) + renamed_layers}{name[1:]}", parameter)
+        for name, parameter in model.named_parameters()
+    ]
     groups = [{"params": [named[number] for number in group]} for group in groups]
     return model, torch_bf16.AdamW(groups, lr=0.01, recipe=STOCHASTIC)
 
@@ -133,6 +136,17 @@ def test_groups_that_torch_gives_no_options_are_refused_by_name():
     saved = get_optimizer_state_dict(model, optimizer)
     with pytest.raises(torch_bf16.StateMismatchError, match=r"'0\.weight'.*flatten_optimizer"):
         set_optimizer_state_dict(other, resumed, saved)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_names_that_the_model_has_for_other_parameters_are_not_mixed_up(flat):
+    # As in a part of a model, whose layers count from 0, with the names of the whole model.
+    (model, optimizer), (other, resumed) = (grouped(ALL, renamed_layers=1) for _ in range(2))
+    take_steps(optimizer, [0])
+    before, options = names(resumed), StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    assert names(resumed) == before == names(optimizer)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,7 +216,7 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
     """The saved groups, completed with our options, which they may lack."""
     groups = []
     for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
-        names = _names(theirs, flattened=any_flattened(ours["params"]))
+        names = _names(theirs, ours)
         rest = {k: v for k, v in theirs.items() if k != "param_names"}
         # Without names, torch keeps those of the live group.
         named = rest if names is None else {**rest, "param_names": names}
@@ -224,22 +224,25 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
     return [*groups, *state_dict["param_groups"][len(groups) :]]
 
 
-def _names(group: Mapping[str, Any], flattened: bool) -> list[str | None] | None:
-    """The names of a saved group's parameters; None if what it has may be others' names.
+def _names(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str | None] | None:
+    """The names of a saved group's parameters; None if the live ones are better.
 
-    Args:
-        group: of a state dict. Where parameters are known by name, torch takes a group's options
-            from its first one, whose group had others in another pipeline, say.
-        flattened: whether FSDP1 has flattened parameters, maybe in another way than those saved.
+    What FSDP1 has flattened may have been flattened in another way when it was saved. And where
+    parameters are known by name, torch takes a group's options from one that had others of them, in
+    another pipeline, say: if names of both are alike, they are given in the same way.
     """
-    names, keys = group.get("param_names"), group["params"]
-    if names is None or flattened:
+    names, keys = theirs.get("param_names"), theirs["params"]
+    if names is None or any_flattened(ours["params"]):
         return None
     if all(isinstance(key, str) for key in keys):
-        bare = {bare_name(name) for name in names if name is not None}
-        if not bare.isdisjoint(map(bare_name, keys)):
-            return [*keys]
+        saved, live = (_bare(each) for each in (names, ours.get("param_names", ())))
+        if not saved.isdisjoint(live):
+            return None
     return names if len(names) == len(keys) else None
+
+
+def _bare(names: Iterable[str | None]) -> set[str]:
+    return {bare_name(name) for name in names if name is not None}
 
 
 def _completed(
