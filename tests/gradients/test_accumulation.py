@@ -165,6 +165,15 @@ def test_states_are_made_before_the_first_step_which_dcp_loads_in_place():
     assert torch.equal(model.w.grad, before)
 
 
+def test_a_sum_that_is_zeroed_after_a_gradient_on_the_side_is_no_sum_of_others():
+    model, optimizer = model_and_optimizer("bf16_stochastic")
+    for _ in range(3):  # pytest makes an error of a warning
+        add(model.w, torch.tensor(TINY).bfloat16())
+        torch.autograd.grad((model.w * 2).sum(), model.w)
+        # As after a step that a scaler has skipped.
+        optimizer.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize("format", ["bf16_stochastic", "fp32"])
 def test_a_gradient_asked_for_on_the_side_leaves_the_sum_alone(format):
     model, _ = model_and_optimizer(format)

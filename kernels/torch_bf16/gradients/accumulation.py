@@ -247,13 +247,14 @@ class GradientAccumulation:
                 self._returned.pop(key, None)
                 continue
             version = parameter.grad._version
-            if self._returned.pop(key, version) != version:
-                warn_once(_ADDED_BY_OTHERS)
+            written = self._returned.pop(key, version) != version
             if parameter.dtype == torch.bfloat16:
                 running = self._passes.current()
                 if running is not None:
                     running.aside[key] = parameter, parameter.grad
                     parameter.grad = None
+                    if written:
+                        running.written.add(key)
 
     def _sums_now(self, key: int) -> bool:
         """Whether no later optimizer has the parameter, whose steps number the noise."""
@@ -354,7 +355,11 @@ class GradientAccumulation:
         The latter happens under ``torch.autograd.grad``.
         """
         self._gathering.finish(running)
-        self._returned.update(running.put_back())
+        returned = running.put_back()
+        # Where gradients arrive, they are added here: it was zero_grad, say, that wrote the sum.
+        if not running.written.isdisjoint(returned):
+            warn_once(_ADDED_BY_OTHERS)
+        self._returned.update(returned)
         for each in self._readers:
             each.over |= running.merged
 

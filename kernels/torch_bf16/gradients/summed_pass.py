@@ -17,12 +17,14 @@ class SummedPass(Waiting):
     Attributes:
         aside: parameters and their sums, by the parameters' ids; a sum is out of ``p.grad`` while
             autograd puts the next gradient there.
+        written: ids of the parameters whose sums something has written since a pass put them back.
         merged: whether any gradient has arrived.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.aside: dict[int, tuple[Any, Tensor]] = {}
+        self.written: set[int] = set()
         self.merged = False
 
     def put_back(self) -> dict[int, int]:
