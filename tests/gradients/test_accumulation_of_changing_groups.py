@@ -121,6 +121,20 @@ def test_an_optimizer_of_an_earlier_training_that_still_lives_sums_no_more(accum
     assert torch.equal(sums[2], sums[3]) is (accumulate == "bf16_nearest")
 
 
+def test_of_two_optimizers_the_one_that_steps_numbers_the_noise():
+    trained = parameter()
+    both = [sgd([("trained", trained)], "bf16_stochastic") for _ in range(2)]
+    for optimizer in both:
+        sums = []
+        for _ in range(4):
+            add_many(trained)
+            sums.append(trained.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        # The first sum of a phase is still numbered by the steps of the phase before.
+        assert not any(map(torch.equal, sums[1:], sums[2:]))
+
+
 @pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
 @pytest.mark.parametrize("watched", [False, True], ids=["gathered", "alone"])
 def test_a_parameter_that_left_is_not_kept_alive(accumulate, watched):

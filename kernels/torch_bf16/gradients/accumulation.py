@@ -173,12 +173,12 @@ class GradientAccumulation:
             except BaseException:
                 self.remove()
                 raise
-            self._hooks += [
-                optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_load_state_dict_post_hook(self._after_step),
-            ]
         else:
             self.hook_parameters()
+        self._hooks += [
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_step),
+        ]
         engine.accumulation = self
         if engine.release is not None:
             # Released steps need the sums, so their hooks must come after these.
@@ -257,7 +257,7 @@ class GradientAccumulation:
                         running.written.add(key)
 
     def _sums_now(self, key: int) -> bool:
-        """Whether no later optimizer has the parameter, whose steps number the noise."""
+        """Whether no other optimizer has the parameter now, whose steps number the noise."""
         return summed.get(key) is self._hooked
 
     def _merge(self, parameter: Any) -> None:
@@ -365,6 +365,8 @@ class GradientAccumulation:
 
     def _after_step(self, *_: Any) -> None:
         optimizer: Any = self._optimizer()
+        if optimizer.state:
+            self._hooked.claim()
         self._steps.ask(optimizer.state)
         # Sums that are zeroed instead of freed also count from the start, as in a resumed run.
         self._numbers.clear()

@@ -78,6 +78,7 @@ class HookedParameters:
         self._registry = registry
         self._convertible = convertible
         self._hooks: dict[int, tuple[list[Any], weakref.ref[Any] | None]] = {}
+        self._shared = False  # whether others have had some of the parameters
         _all.add(self)
         weakref.finalize(self, _unhook, registry, self._hooks).atexit = False
 
@@ -97,10 +98,16 @@ class HookedParameters:
             if (other := self._registry.get(key)) is not None:
                 # Its optimizer may have given the parameter away since its last step.
                 other.drop_strangers()
+                self._shared = other._shared = True
             guard = None if key in lasting else weakref.ref(parameter)
             self._hooks[key] = self.owner.hook(parameter), guard
             self.by_id[key], self._registry[key] = parameter, self
         return in_groups
+
+    def claim(self) -> None:
+        """Be the registered one, instead of others that were made later, or stepped before."""
+        if self._shared:
+            self._registry.update(dict.fromkeys(self.by_id, self))
 
     def drop_strangers(self) -> dict[int, Any]:
         """Unhook parameters that are in no group any more; returns those in groups, as above."""
