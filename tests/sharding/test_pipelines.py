@@ -23,6 +23,9 @@ import torch_bf16
 
 LAYERS, WIDTH, MICRO_BATCHES, STEPS = 4, 16, 4, 6
 ZERO_BUBBLE = "ZBVZeroBubble"
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.8", reason="in torch 2.7 the stages wait forever for each other on gloo"
+)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
