@@ -31,6 +31,10 @@ class DdpReader:
         self._module = weakref.ref(module)
         self.hooks = [module.register_forward_hook(self._after_forward)]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied module has a copy of the hook, whose reader no sum asks.
+        return {**vars(self), "_module": _no_module}
+
     @property
     def reads(self) -> bool:
         """Whether it does; True if that is not certain."""
@@ -49,6 +53,10 @@ class DdpReader:
             self._prepared, self.over = True, False
         elif self.over:
             self._prepared = False
+
+
+def _no_module() -> None:
+    return None
 
 
 class _Kept(dict[Any, Any]):
