@@ -129,6 +129,16 @@ def test_states_by_name_resume_in_other_groups(groups, flat):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+def test_an_optimizer_without_names_gets_those_of_its_own_parameters():
+    model, optimizer = grouped(ALL)
+    take_steps(optimizer, [0])
+    other, _ = grouped(ALL)
+    in_reverse = [*reversed([*other.named_parameters()])]
+    resumed = torch_bf16.AdamW([p for _, p in in_reverse], recipe=STOCHASTIC)
+    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, optimizer))
+    assert names(resumed) == [[name for name, _ in in_reverse]]
+
+
 def test_groups_that_torch_gives_no_options_are_refused_by_name():
     model, optimizer = grouped(ALL)
     take_steps(optimizer, [0])

@@ -75,6 +75,8 @@ def accumulate_gradients(
     gradients are summed; with ``set_requires_gradient_sync(False)``, FSDP2 itself sums whole ones,
     in its ``reduce_dtype``. Without a wrapper, a recipe's ``accumulate`` is enough. A parameter
     that is frozen now, and trained later, takes part after its first step; until then torch sums.
+    Of several optimizers that have a parameter, the one sums that was made, has loaded states or
+    has stepped last; beside a living one with ``"fp32"`` gradients are fp32 for all of them.
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
@@ -114,7 +116,7 @@ def accumulate_gradients(
 
 def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
     """Follow a recipe's ``accumulate``, as far as that needs no module."""
-    # Also torch's own, where an optimizer of an earlier training may still live and sum.
+    # Also torch's own, where an optimizer of an earlier training may still live and round sums.
     sums = recipe.accumulate != "bf16_nearest"
     if sums or any(id(p) in summed for p in parameters_of(optimizer)):
         GradientAccumulation(optimizer, recipe.accumulate)

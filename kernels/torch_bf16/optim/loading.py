@@ -235,9 +235,9 @@ def _names(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str | Non
     if names is None or any_flattened(ours["params"]):
         return None
     if all(isinstance(key, str) for key in keys):
-        saved, live = (_bare(each) for each in (names, ours.get("param_names", ())))
-        if not saved.isdisjoint(live):
-            return None
+        live = ours.get("param_names")
+        if not _bare(names).isdisjoint(_bare(live or keys)):
+            return None if live else [*keys]
     return names if len(names) == len(keys) else None
 
 
