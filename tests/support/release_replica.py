@@ -123,11 +123,15 @@ def run_ddp(rank, ranks, *, view=False, wire=False, passes=1, no_sync=False, opt
     equal(*results)
 
 
-def run_default_reduction(rank, ranks):
+def run_default_reduction(rank, ranks, *, columns=False):
     """The bits of DDP without any hook of ours, of three ranks as well."""
     results = []
     for release in (False, True):
         bare = Model()
+        if columns:
+            # Not contiguous, and without gaps, as convolutions are in channels_last.
+            weight = bare.layers[2].weight
+            weight.data = weight.data.t().contiguous().t()
         optimizer = torch_bf16.AdamW(bare.named_parameters(), lr=0.01)
         model = wrapped(bare)
         if release:
@@ -305,6 +309,7 @@ CASES = {
     "ddp-sums": functools.partial(run_ddp, passes=3),
     "ddp-no-sync": functools.partial(run_ddp, passes=3, no_sync=True),
     "default-reduction": run_default_reduction,
+    "columns": functools.partial(run_default_reduction, columns=True),
     "resume": run_resume,
     **{
         f"ordinary-{case}": functools.partial(run_ordinary, case=case)

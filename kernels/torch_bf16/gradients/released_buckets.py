@@ -72,10 +72,25 @@ def announce(bucket: Any, future: Any) -> Any:
     by_release: dict[Any, Bucket] = {}
     for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if (hooks := released.get(id(parameter))) is not None:
-            by_release.setdefault(hooks.owner, Bucket(bucket, future)).add(parameter, view)
+            one = by_release.setdefault(hooks.owner, Bucket(bucket, future))
+            one.add(parameter, _as_written(view, parameter))
     for release, released_bucket in by_release.items():
         release.reduced(released_bucket)
     return future
+
+
+def _as_written(view: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter's part of a bucket in the order in which DDP writes it.
+
+    That is the order of the parameter's memory, such as channels_last, if it has no gaps; the
+    bucket shows each part as if it were contiguous.
+    """
+    expected, strides = 1, zip(parameter.stride(), parameter.shape, strict=True)
+    for stride, size in sorted(pair for pair in strides if pair[1] != 1):
+        if stride != expected:
+            return view
+        expected *= size
+    return view.as_strided(parameter.shape, parameter.stride())
 
 
 class _Announcements(Reducer):
