@@ -12,7 +12,8 @@ OTHERS = [way for way in WAYS if way not in BOTH]
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"), [*product(BOTH, RECIPES), *zip(OTHERS, cycle(RECIPES), strict=False)]
+    ("way", "recipe"),
+    [*product(BOTH, [*RECIPES, "bytes"]), *zip(OTHERS, cycle(RECIPES), strict=False)],
 )
 def test_weights_states_and_resumed_runs_equal_those_of_ddp(ranks, way, recipe):
     ranks(3, run, way, recipe)

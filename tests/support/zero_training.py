@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import EVEN, make_model
-from sharded_training import RECIPES, everywhere, gradient
+from sharded_models import make_model
+from sharded_training import RECIPES, everywhere, gradient, recipe_of
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
@@ -19,6 +19,8 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 BACKWARD = 5
+# One weight is large enough for moments in blocks.
+SIZES = (64, 70, 4)
 NOT_FUSED = type("NotFused", (torch.optim.Adadelta,), {})
 
 
@@ -68,7 +70,7 @@ WAYS = {
 
 def make_run(way, recipe, sharded):
     make, zero = WAYS[way]
-    model = DistributedDataParallel(torch_bf16.cast_model(make_model(EVEN), recipe))
+    model = DistributedDataParallel(torch_bf16.cast_model(make_model(SIZES), recipe))
     torch_bf16.sync_masters(model)
     optimizer = make(groups_of(model), recipe, zero if sharded else None, model)
     return model, optimizer
@@ -80,7 +82,7 @@ def train(model, optimizer, steps):
         torch.manual_seed(100 * step + dist.get_rank())
         if step < BACKWARD:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = model(torch.randn(6, EVEN[0])).float().square().mean()
+                loss = model(torch.randn(6, SIZES[0])).float().square().mean()
             loss.backward()
         else:
             for name, parameter in model.named_parameters():
@@ -92,6 +94,15 @@ def train(model, optimizer, steps):
 
 def bits(tensor):
     return tensor.detach().reshape(-1).view(torch.uint8).tolist()
+
+
+def consolidated(zero):
+    """Copies of the states of all ranks, on each of them."""
+    zero.consolidate_state_dict(to=0)
+    saved = [zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    # On rank 0 it holds the live tensors, and loading empties what it is given.
+    return copy.deepcopy(saved[0])
 
 
 def assert_same(model, expected, context):
@@ -112,6 +123,7 @@ def assert_same_states(found, expected, context):
 
 def run(way, recipe):
     """As DDP by itself; consolidated, loaded into a new run and into the one that goes on."""
+    recipe = recipe_of(recipe)
     expected, plain = make_run(way, recipe, sharded=False)
     model, zero = make_run(way, recipe, sharded=True)
     assert len(zero.optim.state) == 0
@@ -120,11 +132,7 @@ def run(way, recipe):
     assert_same(model, expected, (way, recipe))
     held = sum(p.numel() for group in zero.optim.param_groups for p in group["params"])
     assert held < sum(p.numel() for p in model.parameters())
-    zero.consolidate_state_dict(to=0)
-    saved = [zero.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(saved, src=0)
-    # On rank 0 it holds the live tensors, and loading empties what it is given.
-    saved = copy.deepcopy(saved[0])
+    saved = consolidated(zero)
     assert_same_states(saved["state"], plain.state_dict()["state"], (way, recipe))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     train(expected, plain, range(BACKWARD, 9))
@@ -136,12 +144,14 @@ def run(way, recipe):
     for its, optimizer in ((again, other), (model, zero)):
         its.load_state_dict(weights)
         optimizer.load_state_dict(copy.deepcopy(saved))
+        # Saved again before any step.
+        assert_same_states(consolidated(optimizer)["state"], saved["state"], (way, recipe))
         train(its, optimizer, range(BACKWARD, 9))
         assert_same(its, expected, (way, recipe, "resumed"))
 
 
 def refusals():
-    model = torch_bf16.cast_model(make_model(EVEN))
+    model = torch_bf16.cast_model(make_model(SIZES))
     bare = list(model.parameters())
     with pytest.raises(ValueError, match="no supported functional optimizer"):
         ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, overlap_with_ddp=True, lr=0.01)

@@ -14,6 +14,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.model.remainders import find_remainder
+from torch_bf16.optim.loading import read_placed
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.overview import placed
 from torch_bf16.optim.shared_states import pass_on
@@ -113,7 +114,13 @@ def convert(
     _become(conversion, recipe, model, backend, roles, elementwise)
     if conversion.optimizer is not optimizer:
         conversion.optimizer._engine.names.zero = ZeroNames(optimizer)
+        optimizer.register_load_state_dict_post_hook(_read_local)
     return optimizer
+
+
+def _read_local(zero: Any) -> None:
+    """Read the states that ZeRO's ``load_state_dict`` has put into the local one, past ours."""
+    read_placed(zero.optim, zero.param_groups)
 
 
 def _check_held(

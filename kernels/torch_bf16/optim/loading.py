@@ -36,7 +36,7 @@ from .variants import VARIANTS
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check", "check_groups", "load"]
+__all__ = ["check", "check_groups", "load", "read_placed"]
 
 # A host may have loaded the model's weights by now.
 _UNCHANGED = "No state was changed"
@@ -74,6 +74,18 @@ def load(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def read_placed(optimizer: BF16Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Read saved states that were put into an optimizer past its ``load_state_dict``.
+
+    Args:
+        optimizer: the optimizer, with states as they were saved, or its own.
+        groups: the options that belong to these states, of each of its groups.
+    """
+    loading = _Loading(optimizer)
+    loading.read_placed(groups)
+    loading.put(None)
 
 
 class _Loading:
@@ -117,6 +129,18 @@ class _Loading:
         for group, saved in groups:
             group.update({k: each for k, each in saved.items() if k != "params"})
         self.put(None)
+
+    def read_placed(self, groups: list[dict[str, Any]]) -> None:
+        """Read the states that are in the optimizer."""
+        optimizer = self._optimizer
+        for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            for position, parameter in enumerate(ours["params"]):
+                if state := dict.get(optimizer.state, parameter):
+                    # Copies: whoever put them there may hold the tensors.
+                    state = _copy(state, {}, parameter.ndim)
+                    place, options = (number, position), {**ours, **theirs}
+                    state = _completed_state(optimizer, place, options, state, self._changes)
+                    self._states[parameter] = state
 
     def put(self, _: Any) -> None:
         """Put the states into the optimizer: a hook after torch's method."""
@@ -285,32 +309,55 @@ def _read(
         _check_completed(optimizer, completed, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
-                parameter = group["params"][position]
-                label = functools.partial(optimizer.label, number, position)
-                shard, options = shard_of(parameter), {**group, **completed}
+                parameter, options = group["params"][position], {**group, **completed}
                 if header is None:
+                    shape, dtype = shard_of(parameter).shape, parameter.dtype
                     formats = [
-                        optimizer.recipe.format_of(role, shard.shape, parameter.dtype)
+                        optimizer.recipe.format_of(role, shape, dtype)
                         for role in (FIRST_MOMENT, SECOND_MOMENT)
                     ]
                     state = without_stale_remainders(state, formats, changes)
                 if parameter.device.type == "meta":
                     raise StateMismatchError(
-                        f"{label()} is on the meta device, where a state would be lost. Give the "
-                        "model memory first (model.to_empty(device=...)), make the optimizer of "
-                        "its parameters, and load the weights, then the state dict"
+                        f"{optimizer.label(number, position)} is on the meta device, where a state "
+                        "would be lost. Give the model memory first (model.to_empty(device=...)), "
+                        "make the optimizer of its parameters, and load the weights, then the "
+                        "state dict"
                     )
                 state = _copy(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
-                used = keys_of(optimizer.rule_of_parameter(options, parameter))
-                for name in state.keys() - used:
-                    if is_stand_in(state[name]):
-                        del state[name]
-                    elif isinstance(state[name], Tensor):
-                        # As torch does; states that the rule uses are moved elsewhere.
-                        state[name] = state[name].to(parameter.device)
-                only_masters = not parameter.requires_grad and state.keys() <= MASTERS
-                state = optimizer._complete(state, shard, options, label, changes)
-                yield parameter, planes_of_master(state) if only_masters else state
+                place = number, position
+                yield parameter, _completed_state(optimizer, place, options, state, changes)
+
+
+def _completed_state(
+    optimizer: BF16Optimizer,
+    place: tuple[int, int],
+    options: dict[str, Any],
+    state: dict[str, Any],
+    changes: Changes,
+) -> dict[str, Any]:
+    """A saved state as the optimizer keeps it.
+
+    Args:
+        optimizer: the optimizer.
+        place: the numbers of the parameter's group, and of the parameter in it.
+        options: the options of its group.
+        state: from :func:`_copy`; changed.
+        changes: counts what has been rounded.
+    """
+    number, position = place
+    parameter = optimizer.param_groups[number]["params"][position]
+    used = keys_of(optimizer.rule_of_parameter(options, parameter))
+    for name in state.keys() - used:
+        if is_stand_in(state[name]):
+            del state[name]
+        elif isinstance(state[name], Tensor):
+            # As torch does; states that the rule uses are moved elsewhere.
+            state[name] = state[name].to(parameter.device)
+    only_masters = not parameter.requires_grad and state.keys() <= MASTERS
+    label = functools.partial(optimizer.label, number, position)
+    state = optimizer._complete(state, shard_of(parameter), options, label, changes)
+    return planes_of_master(state) if only_masters else state
 
 
 def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:

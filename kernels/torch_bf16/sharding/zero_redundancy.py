@@ -36,8 +36,6 @@ class ZeroNames:
     def __init__(self, zero: torch.optim.Optimizer) -> None:
         self._zero = ref(zero)
         self._names = WeakIdKeyDictionary()
-        # Its load_state_dict writes into the local optimizer's state, past ours.
-        zero.register_load_state_dict_post_hook(lambda zero: zero.optim._engine.invalidate())  # pyright: ignore[reportAttributeAccessIssue]
         zero.register_step_post_hook(_forget_gathered)
 
     def name(self, parameter: Tensor) -> str | None:
