@@ -165,5 +165,8 @@ def refusals():
     zero = ZeroRedundancyOptimizer(bare, torch.optim.AdamW, lr=0.01)
     for _ in range(2):
         assert torch_bf16.convert(zero, RECIPES[0]) is zero
+    with pytest.raises(ValueError, match=r"which holds an AdamW of torch_bf16: pass"):
+        torch_bf16.describe(model, zero)
+    assert torch_bf16.describe(model, zero.optim).recipe == RECIPES[0]
     with pytest.raises(ValueError, match=r"the AdamW in this ZeroRedundancyOptimizer was made"):
         torch_bf16.convert(zero, RECIPES[1])

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import choose
-from torch_bf16.errors import BackendUnavailableError
+from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.errors import BackendUnavailableError, with_article
 from torch_bf16.foreign.optimizer import ForeignOptimizer
 from torch_bf16.gradients.gathering import most_at_once
 from torch_bf16.optim.optimizer import BF16Optimizer
@@ -155,6 +156,12 @@ def _asked(argument: Any) -> tuple[BF16Optimizer | None, Recipe, str | None]:
     if isinstance(argument, (str, Recipe)):
         recipe = get_recipe(argument)
         return None, recipe, recipe.backend
+    if held := held_optimizers(argument):
+        raise ValueError(
+            f"describe was given {with_article(argument)}, which holds {with_article(held[0])} of "
+            "torch_bf16: pass the one inside, or a recipe. In ZeroRedundancyOptimizer it is "
+            "zero.optim; parameters that other ranks step count as if they were in its first group"
+        )
     raise ValueError(
         "describe takes one optimizer that was prepared or converted, or else a recipe or its "
         f"name, not {type(argument).__name__}. Of several optimizers describe each with the "
