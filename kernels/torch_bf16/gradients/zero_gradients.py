@@ -19,15 +19,17 @@ __all__ = ["let_torch_set_zeros"]
 
 def let_torch_set_zeros() -> None:
     """Let distributed state dicts set gradients of zeros in any dtype."""
-    if dist.is_available():
-        _replacement().apply()
+    if dist.is_available() and (replacement := _replacement()) is not None:
+        replacement.apply()
 
 
 @functools.cache
-def _replacement() -> Replacement:
+def _replacement() -> Replacement | None:
     # Here, because it takes half a second, and most programs have no fp32 sums.
     from torch.distributed.checkpoint import state_dict
 
+    if not hasattr(state_dict, "_init_optim_state"):  # a private function of torch
+        return None
     return Replacement("optimizer_init", state_dict, "_init_optim_state", _in_any_dtype)
 
 
