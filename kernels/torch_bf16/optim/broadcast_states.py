@@ -7,6 +7,7 @@ FSDP1 or with another recipe, they would continue from the bf16 number, and rank
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -22,14 +23,13 @@ __all__ = ["watch_broadcasts"]
 def watch_broadcasts() -> None:
     """Look at what torch's module for distributed state dicts sends, once a program has it."""
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if not hasattr(module, "_broadcast_state_dict"):
-        return
-    if not _watched:
-        _watched.append(Replacement("broadcast_states", module, "_broadcast_state_dict", _refusing))
-    _watched[0].apply()
+    if hasattr(module, "_broadcast_state_dict"):
+        _replacement(module).apply()
 
 
-_watched: list[Replacement] = []
+@functools.cache
+def _replacement(module: Any) -> Replacement:
+    return Replacement("broadcast_states", module, "_broadcast_state_dict", _refusing)
 
 
 def _refusing(original: Any) -> Any:
