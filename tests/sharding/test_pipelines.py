@@ -23,7 +23,7 @@ import torch_bf16
 
 LAYERS, WIDTH, MICRO_BATCHES, STEPS = 4, 16, 4, 6
 ZERO_BUBBLE = "ZBVZeroBubble"
-pytestmark = pytest.mark.skipif(
+over_gloo = pytest.mark.skipif(
     torch.__version__ < "2.8", reason="in torch 2.7 the stages wait forever for each other on gloo"
 )
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -147,6 +147,7 @@ def of_all(parts):
     return {name: each for part in parts for name, each in part.items()}
 
 
+@over_gloo
 @pytest.mark.parametrize(
     ("recipe", "schedule", "accumulate", "release"),
     [
@@ -188,6 +189,7 @@ def replicated(accumulate, release):
     return {name: parameter.detach() for name, parameter in part.named_parameters()}
 
 
+@over_gloo
 @pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
 def test_replicas_of_stages_have_the_same_bits(ranks, accumulate):
     # The pipeline calls forward passes in no_sync, and then lets DDP reduce the last one.
@@ -205,6 +207,7 @@ def loaded_and_trained(recipe, schedule, folder):
     return Run(recipe, schedule).load(folder).train(range(STEPS // 2, STEPS)).bits()
 
 
+@over_gloo
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_a_run_resumes_in_other_stages_and_in_one_process(ranks, recipe, tmp_path):
     ranks(2, trained_and_saved, recipe, "1F1B", tmp_path)
@@ -220,6 +223,7 @@ def warned(schedule, accumulate):
     return [str(each.message) for each in caught if "zero-bubble" in str(each.message)]
 
 
+@over_gloo
 def test_sums_that_a_schedule_makes_itself_are_warned_of(ranks):
     assert ranks(2, warned, "1F1B", "bf16_stochastic") == [[], []]
     assert ranks(2, warned, ZERO_BUBBLE, "fp32") == [[], []]
