@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .argument_checks import check_max_norm, check_release_norm
@@ -26,20 +26,22 @@ __all__ = [
 ]
 
 _PREFIX = "BF16_"
+_RELEASE_CHECKS: dict[str, Callable[[Any], None]] = {
+    "release_gradients": lambda value: None,
+    "release_max_norm": check_max_norm,
+    "release_norm": check_release_norm,
+}
 
 OPTIONS: dict[str, str] = {
     f"{_PREFIX}{name.upper()}": name
     for name in (
         *(field.name for field in dataclasses.fields(Recipe) if field.name != "name"),
-        "release_gradients",
-        "release_max_norm",
-        "release_norm",
+        *_RELEASE_CHECKS,
     )
 }
 """The option that each variable sets, unless the script sets it."""
 
 _KNOWN = (*OPTIONS, "BF16_MODE", "BF16_MONITOR", "BF16_AUTOLOAD")
-_RELEASE_CHECKS = {"release_max_norm": check_max_norm, "release_norm": check_release_norm}
 _ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off")
 """Values that switch something off, in lower case."""
@@ -128,20 +130,11 @@ def misspelt_variables(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def _parse(variable: str, name: str, text: str) -> Any:
-    if name == "release_gradients":
-        if text.lower() not in (*_ON, *OFF):
-            raise ValueError(f"{variable}={text!r} must be one of {', '.join(_ON + OFF)}")
-        return text.lower() in _ON
-    if name == "keep_fp32":
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    read, number = {
-        "seed": (int, "a whole number"),
-        "release_max_norm": (float, "a number"),
-    }.get(name, (str, ""))
+    read, expected = _READERS.get(name, (str, "a string"))
     try:
         value = read(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} must be {number}") from None
+        raise ValueError(f"{variable}={text!r} must be {expected}") from None
     check = _RELEASE_CHECKS.get(name)
     try:
         if check:
@@ -151,3 +144,21 @@ def _parse(variable: str, name: str, text: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{variable}: {'release_' if check else ''}{error}") from None
     return value
+
+
+def _read_switch(text: str) -> bool:
+    if text.lower() not in (*_ON, *OFF):
+        raise ValueError(text)
+    return text.lower() in _ON
+
+
+def _read_patterns(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "keep_fp32": (_read_patterns, "names or patterns with commas between them"),
+    "release_gradients": (_read_switch, f"one of {', '.join(_ON + OFF)}"),
+    "release_max_norm": (float, "a number"),
+    "seed": (int, "a whole number"),
+}
