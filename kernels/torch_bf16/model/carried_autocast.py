@@ -229,49 +229,63 @@ class CarriedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        compiling = torch.compiler.is_compiling()
-        if not compiling and not _calls.within:  # a forward calls parts of its own module
-            called, shared = called_through(sys._getframe(1))
-            if shared is self and called is not module:
-                _separate(called)
-                return called.forward(*args, **kwargs)
-            _calls.within = True
-            try:
-                return self(*args, **kwargs)
-            finally:
-                _calls.within = False
-        forward, first = self.own, ()
-        if forward is None:
-            # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
-            forward, first = type(module).forward, (module,)
-        if self.compute == "bf16" and _computes_in_bf16(module):
-            args, kwargs = map_arguments(_to_bf16, args, kwargs)
-        fp32 = self._is_outermost and self.compute != "bf16"
-        if compiling:
-            device = device_type(module)
-            if self.compute == "bf16":
-                inside = _traced.inside_step or torch.is_autocast_enabled(device)
-                fp32 = self._is_outermost and not inside
-            if not fp32 or not _is_bf16(module):
-                return forward(*first, *args, **kwargs)
-            if self.compute == "bf16":
-                args, kwargs = map_tensors(_to_bf16, (args, kwargs))
-            if self.compute == "fp32":
-                if torch.compiler.is_exporting():
-                    raise RuntimeError(_NO_EXPORT)
-                return _compiled_inside(self, args, kwargs)
-            with arithmetic(device, self.compute, **self.autocast):
-                return map_tensors(widen, forward(*first, *args, **kwargs))
-        if _is_inside(self, module):
-            outputs = forward(*first, *args, **kwargs)
-            return map_tensors(widen, outputs) if fp32 else outputs
-        if not _is_bf16(module):
-            _remove_from(module)
-            return forward(*first, *args, **kwargs)
-        if self.compute == "bf16":
-            args, kwargs = map_tensors(_to_bf16, (args, kwargs))
-        with inside_step(), arithmetic(device_type(module), self.compute, **self.autocast):
-            return map_tensors(widen, forward(*first, *args, **kwargs))
+        if torch.compiler.is_compiling():
+            return _call_traced(self, module, args, kwargs)
+        if _calls.within:  # a forward calls parts of its own module
+            return _call(self, module, args, kwargs)
+        called, shared = called_through(sys._getframe(1))
+        if shared is self and called is not module:
+            _separate(called)
+            return called.forward(*args, **kwargs)
+        _calls.within = True
+        try:
+            return _call(self, module, args, kwargs)
+        finally:
+            _calls.within = False
+
+
+def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
+    forward, first, args, kwargs = _as_called(carried, module, args, kwargs)
+    if _is_inside(carried, module):
+        outputs = forward(*first, *args, **kwargs)
+        widens = carried._is_outermost and carried.compute != "bf16"
+        return map_tensors(widen, outputs) if widens else outputs
+    if not _is_bf16(module):
+        _remove_from(module)
+        return forward(*first, *args, **kwargs)
+    if carried.compute == "bf16":
+        args, kwargs = map_tensors(_to_bf16, (args, kwargs))
+    with inside_step(), arithmetic(device_type(module), carried.compute, **carried.autocast):
+        return map_tensors(widen, forward(*first, *args, **kwargs))
+
+
+def _call_traced(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
+    """What ``_call`` does, as torch.compile can trace it: only the whole model enters autocast."""
+    forward, first, args, kwargs = _as_called(carried, module, args, kwargs)
+    device = device_type(module)
+    enters = carried._is_outermost and _is_bf16(module)
+    if carried.compute == "bf16":
+        enters = enters and not (_traced.inside_step or torch.is_autocast_enabled(device))
+    if not enters:
+        return forward(*first, *args, **kwargs)
+    if carried.compute == "fp32":
+        if torch.compiler.is_exporting():
+            raise RuntimeError(_NO_EXPORT)
+        return _compiled_inside(carried, args, kwargs)
+    if carried.compute == "bf16":
+        args, kwargs = map_tensors(_to_bf16, (args, kwargs))
+    with arithmetic(device, carried.compute, **carried.autocast):
+        return map_tensors(widen, forward(*first, *args, **kwargs))
+
+
+def _as_called(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The forward that is carried, what it takes first, and arguments for weights of its own."""
+    if carried.compute == "bf16" and _computes_in_bf16(module):
+        args, kwargs = map_arguments(_to_bf16, args, kwargs)
+    if carried.own is not None:
+        return carried.own, (), args, kwargs
+    # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
+    return type(module).forward, (module,), args, kwargs
 
 
 _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
