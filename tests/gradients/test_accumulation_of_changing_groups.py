@@ -202,6 +202,23 @@ def test_gradients_of_other_optimizers_in_a_unit_of_fsdp2_are_summed_by_torch(ra
     ranks(1, sum_beside_another_optimizer, accumulate)
 
 
+def sum_onto_zeros_in_bf16():
+    model = torch_bf16.cast_model(nn.Linear(8, 8, bias=False))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    optimizer = sgd(model.parameters(), "fp32")
+    torch_bf16.accumulate_gradients(model, optimizer)
+    (p,) = model.parameters()
+    p.grad = torch.zeros_like(p)
+    for each in (1.0, *[TINY] * 8):
+        model(torch.full((1, 8), each, dtype=BF16)).sum().backward()
+    assert torch.equal(p.grad.full_tensor(), torch.full((8, 8), 1 + 8 * TINY))
+
+
+def test_zeros_in_bf16_do_not_round_the_fp32_sums_of_fsdp2(ranks):
+    ranks(1, sum_onto_zeros_in_bf16)
+
+
 def test_an_optimizer_that_is_gone_is_freed_under_ddp_and_the_next_one_sums(one_rank):
     model = nn.Linear(8, 8)
     torch_bf16.cast_model(model, "bf16-fp32-master")

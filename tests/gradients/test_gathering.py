@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
 from torch_bf16.engine.batch import Batch
-from torch_bf16.gradients import accumulation, gathering
+from torch_bf16.gradients import gathering, stochastic_sums
 
 SUMMED = torch_bf16.get_recipe("bf16-stochastic", accumulate="bf16_stochastic")
 
@@ -142,7 +142,7 @@ def test_a_hook_on_the_node_that_accumulates_sees_the_sum():
 
 def test_nodes_are_searched_for_hooks_once(monkeypatch):
     searched = []
-    monkeypatch.setattr(accumulation, "has_node_hooks", lambda p: searched.append(id(p)))
+    monkeypatch.setattr(stochastic_sums, "has_node_hooks", lambda p: searched.append(id(p)))
     model = network()
     optimizer = optimizer_of(model)
     for _ in range(2):

@@ -9,38 +9,32 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import warn_once
-from torch_bf16.model.gradient_hooks import has_node_hooks
 from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.sharding import (
     Unit,
     any_flattened,
     before_backward_of,
-    is_dtensor,
     local,
     shard_of,
     units,
 )
 
 from .backward import Passes
-from .ddp_sums import DdpReader, Fp32Reduction
-from .gathering import Gathering, Group
+from .ddp_sums import Fp32Reduction
 from .hooked_parameters import HookedParameters, remove_with, summed, weakly
-from .step_numbers import StepNumbers
+from .stochastic_sums import StochasticSums
 from .summed_pass import SummedPass
-from .sums import Addition, Sums, addable, with_graph_of
+from .sums import addable
 from .zero_gradients import let_torch_set_zeros
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
@@ -157,26 +151,21 @@ class GradientAccumulation:
         # A conversion would lose the dtype of fp32 sums.
         self._hooked = HookedParameters(optimizer, self, summed, convertible=format != "fp32")
         self._passes = Passes(SummedPass, self._finish)
-        self.make_groups()
-        # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
-        self._numbers: dict[int, int] = {}
-        # Versions of the sums that a pass without gradients has put back, by the same ids.
+        # Versions of the sums that a pass without gradients has put back, by id of the parameter,
+        # which its hooks keep alive.
         self._returned: dict[int, int] = {}
-        self._steps = StepNumbers()
-        self._readers: list[DdpReader] = []
-        if format != "bf16_nearest":
-            try:
-                self._readers = [] if model is None else DdpReader.all_in(model)
-                self._hooks += [hook for each in self._readers for hook in each.hooks]
-                for unit in sharded:
-                    take = functools.partial(weakly(self._take_all), [*map(id, unit.parameters)])
-                    self._hooks.append(before_backward_of(unit, take))
-                self.hook_parameters()
-            except BaseException:
-                self.remove()
-                raise
-        else:
+        self._stochastic: StochasticSums | None = None
+        try:
+            if format == "bf16_stochastic":
+                self._stochastic = StochasticSums(optimizer, model)
+                self._hooks += self._stochastic.hooks
+            for unit in sharded:
+                take = functools.partial(weakly(self._take_all), [*map(id, unit.parameters)])
+                self._hooks.append(before_backward_of(unit, take))
             self.hook_parameters()
+        except BaseException:
+            self.remove()
+            raise
         self._hooks += [
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._after_step),
@@ -198,7 +187,8 @@ class GradientAccumulation:
 
     def hook_parameters(self) -> None:
         """Hook the parameters that are new, or no longer frozen."""
-        self._sums = Sums()
+        if self._stochastic is not None:
+            self._stochastic.find_names()
         self._hooked.update()
 
     def unhooked(self, parameter: Any, others: list[GradientAccumulation]) -> None:
@@ -211,11 +201,8 @@ class GradientAccumulation:
 
     def make_groups(self) -> None:
         """Forget which gradients are added together."""
-        self._gathering = Gathering(self._add_all)
-        # Whether its node has hooks of others, which may read the sum; by id of the parameter.
-        self._watched: dict[int, bool] = {}
-        # Groups of one parameter each, whose sums must not wait for others.
-        self._alone: dict[Tensor, Group] = {}
+        if self._stochastic is not None:
+            self._stochastic.make_groups()
 
     def hook(self, parameter: Any) -> list[Any]:
         """Sum a parameter's gradients here from now on; returns the hooks' handles."""
@@ -277,105 +264,45 @@ class GradientAccumulation:
             self.remove()
         new = parameter.grad
         if total is None or running is None:
-            self._numbers[id(parameter)] = 0
-            if self.format == "fp32":
+            if self._stochastic is not None:
+                self._stochastic.begin(parameter)
+            else:
                 parameter.grad = new.float()
             return
+        if self._stochastic is None:
+            total = total.float()
         in_fp32 = total.dtype == torch.float32
         by_torch = not self._hooked.by_id or not addable(new, total, parameter)
         if by_torch or (in_fp32 and new.requires_grad):
             parameter.grad = total + new
             return
         parameter.grad = total
-        if in_fp32:
-            with torch.no_grad():
-                local(total).add_(local(new))
-        elif cuda_graphs.capturing([new.device]):
-            raise RuntimeError(
-                "a CUDA graph cannot record the sum of a second micro-batch in 'bf16_stochastic': "
-                "every replay would draw the same noise. Accumulate in 'fp32', or capture passes "
-                "with one micro-batch each. The sum so far is in p.grad; this gradient was not "
-                "added"
-            )
-        else:
-            self._add(running, parameter, total, new)
-
-    def _add(self, running: SummedPass, parameter: Tensor, total: Tensor, new: Tensor) -> None:
-        # A gradient that arrived in an enclosing pass is added first.
-        self._gathering.settle(parameter)
-        number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
-        memory = local(new.detach()).resolve_neg().contiguous()
-        if new.requires_grad:
-            # backward(create_graph=True): a sum in memory would have no graph.
-            copy = total.detach().clone(memory_format=torch.contiguous_format)
-            self._add_all(Group(parameter), {0: Addition(copy, memory, number)})
-            parameter.grad = with_graph_of(total + new, copy)
+        if self._stochastic is not None and not in_fp32:
+            self._stochastic.add(running, parameter, total, new)
             return
-        addition = Addition(total, memory, number)
-        sums = local(total)
-        if not sums.is_contiguous():
-            copy = sums.contiguous()
-            self._add_all(Group(parameter), {0: replace(addition, total=copy)})
-            sums.copy_(copy)
-        elif self._may_wait(parameter):
-            self._gathering.add(running, parameter, memory, addition, memory.dtype)
-        else:
-            alone = self._alone.setdefault(parameter, Group(parameter))
-            self._add_all(alone, {0: addition})
-
-    def _may_wait(self, parameter: Any) -> bool:
-        """Whether nothing reads the sum before the backward pass is over."""
-        optimizer: Any = self._optimizer()
-        release = None if optimizer is None else optimizer._engine.release
-        reads = release is not None and release.steps_next(parameter)
-        others = len(parameter._post_accumulate_grad_hooks) - 1 - (release is not None)
-        if reads or others:
-            return False
-        # A DDP module that is not known here may reduce the sum as soon as it is there.
-        unknown = not self._readers or any(each.reads for each in self._readers)
-        ranks = dist.is_available() and dist.is_initialized()
-        if unknown and ranks and not is_dtensor(parameter):
-            return False
-        # A search of the node takes 30 microseconds, so there is one, before its first sum.
-        if (watched := self._watched.get(id(parameter))) is None:
-            watched = self._watched[id(parameter)] = bool(has_node_hooks(parameter))
-        return not watched
-
-    def _add_all(self, group: Group, additions: dict[int, Addition]) -> None:
-        optimizer: Any = self._optimizer()
         with torch.no_grad():
-            if optimizer is not None:
-                steps = self._steps.read(optimizer.state)
-                self._sums.add_all(group, additions, optimizer, steps)
-            else:
-                for each in additions.values():
-                    local(each.total).add_(each.new)
+            local(total).add_(local(new))
 
     def _finish(self, running: SummedPass) -> None:
         """Add the waiting gradients, and put back the sums for which no gradient has arrived.
 
         The latter happens under ``torch.autograd.grad``.
         """
-        self._gathering.finish(running)
+        if self._stochastic is not None:
+            self._stochastic.finish(running)
         returned = running.put_back()
         # Where gradients arrive, they are added here: it was zero_grad, say, that wrote the sum.
         if not running.written.isdisjoint(returned):
             warn_once(_ADDED_BY_OTHERS)
         self._returned.update(returned)
-        for each in self._readers:
-            each.over |= running.merged
 
     def _after_step(self, *_: Any) -> None:
         optimizer: Any = self._optimizer()
         if optimizer.state:
             self._hooked.claim()
-        self._steps.ask(optimizer.state)
-        # Sums that are zeroed instead of freed also count from the start, as in a resumed run.
-        self._numbers.clear()
+        if self._stochastic is not None:
+            self._stochastic.after_step(optimizer.state)
         self._returned.clear()
-        for group in (*self._gathering, *self._alone.values()):
-            if group.made is not None:
-                group.made.forget()
         self.hook_parameters()
 
 
