@@ -225,13 +225,13 @@ def test_after_float_a_model_is_compiled_and_exported_in_fp32(compute):
     with torch.no_grad():
         compiled: Any = torch.compile(carried(compute=compute).float(), backend="eager")
         assert torch.equal(compiled(X)["out"][0], expected)
-        exported = torch.export.export(carried(compute=compute).float(), (X,))
+        exported = torch.export.export(carried(compute=compute).float(), (X,), strict=False)
         assert torch.equal(exported.module()(X)["out"][0], expected)
 
 
 def test_an_export_of_bf16_weights_that_compute_in_fp32_is_refused():
     with pytest.raises(RuntimeError, match=r"cannot be exported .*deepcopy\(model\).float\(\)"):
-        torch.export.export(carried(compute="fp32"), (X,))
+        torch.export.export(carried(compute="fp32"), (X,), strict=False)
 
 
 @pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated")
