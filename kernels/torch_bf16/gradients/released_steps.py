@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
@@ -18,6 +17,7 @@ from torch_bf16.errors import warn_once
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
+from .arrivals import Arrivals
 from .backward import Passes
 from .gathering import Gathering, Group, Waiting
 from .hooked_parameters import HookedParameters, released, weakly
@@ -80,10 +80,7 @@ class ReleasedSteps:
         # By id of the parameter; the hooks keep the parameters alive.
         self._order: dict[int, int] = {}
         self._exchanged: set[int] = set()
-        self._arrived: dict[int, int] = defaultdict(int)
-        # p.grad at the end of a pass: if it is another tensor later, that pass's sum is gone.
-        self._sums: dict[int, TensorWeakRef] = {}
-        self._stepped: set[int] = set()
+        self._arrivals = Arrivals(options.accumulation_steps)
         # By DDP module, the ids of the parameters whose buckets it announces.
         self._reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._shown = model is not None
@@ -156,23 +153,20 @@ class ReleasedSteps:
             self._left.members = []
         if self._norms:
             optimizer._engine.last_norm = norm_over_ranks(self._norms)
-        stepped = bool(self._stepped)
+        stepped = bool(self._arrivals.stepped)
         self._norms.clear()
-        self._arrived.clear()
-        self._sums.clear()
-        self._stepped.clear()
+        self._arrivals.reset()
         self._setting = self._ranks = None
         self.hook_parameters()
         return stepped
 
     def discard(self) -> None:
         """Restart the count of passes when gradients are zeroed, unless a step was taken."""
-        if not self._stepped:
-            self._arrived.clear()
+        self._arrivals.discard()
 
     def steps_next(self, parameter: Tensor) -> bool:
         """Whether the next gradient of a parameter may lead to its step."""
-        return self._arrived.get(id(parameter), 0) + 1 >= self._options.accumulation_steps
+        return self._arrivals.is_complete(parameter, following=1)
 
     def hook_parameters(self, *, anew: bool = False) -> None:
         """Hook the parameters that are new, or no longer frozen.
@@ -210,8 +204,8 @@ class ReleasedSteps:
             bucket: parameters of this optimizer whose gradients DDP begins to reduce.
         """
         running = self._passes.current()
-        early, last = [*self._reduced.values()], self._options.accumulation_steps
-        bucket.keep(lambda p: self._arrived[id(p)] >= last and any(id(p) in keys for keys in early))
+        early, complete = [*self._reduced.values()], self._arrivals.is_complete
+        bucket.keep(lambda p: complete(p) and any(id(p) in keys for keys in early))
         if running is None or not bucket.parameters:
             return
         self._take_buckets(running)
@@ -262,15 +256,13 @@ class ReleasedSteps:
         if self.abandoned:
             self.remove()
             return
-        if not self._arrived:
+        if not self._arrivals:
             in_groups = self._hooked.drop_strangers()
             self._order = {key: number for number, key in enumerate(in_groups)}
         if id(parameter) not in self._order:
             return
-        stepped = id(parameter) in self._stepped
-        if not stepped and not self._continues(parameter):
-            self._arrived[id(parameter)] = 0
-        self._arrived[id(parameter)] += 1
+        self._arrivals.count(parameter)
+        stepped = id(parameter) in self._arrivals.stepped
         if stepped or self._gathering.waits(parameter) is not None:
             # Otherwise the next step would use it as an ordinary gradient.
             parameter.grad = None
@@ -285,19 +277,13 @@ class ReleasedSteps:
                 f"self.toggle_optimizer(...) in Lightning, during that pass. {outcome} used"
             )
         running = self._passes.current()
-        late = self._arrived[id(parameter)] < self._options.accumulation_steps
-        if late or self._is_left(parameter):
+        if not self._arrivals.is_complete(parameter) or self._is_left(parameter):
             return
         gradient = local(parameter.grad)  # pyright: ignore[reportArgumentType]
         if running is None or self._by_its_own or id(parameter) in self._exchanged:
             self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
         else:
             self._gathering.add(running, parameter, gradient, None, gradient.dtype)
-
-    def _continues(self, parameter: Tensor) -> bool:
-        """Whether a gradient was added to that of earlier passes, which nobody has discarded."""
-        reference = self._sums.get(id(parameter))
-        return reference is not None and reference() is parameter.grad
 
     @property
     def _by_its_own(self) -> bool:
@@ -310,10 +296,7 @@ class ReleasedSteps:
         self._take_buckets(running, all_of_them=True)
         for parameter in running.emptied:
             parameter.grad = None
-        if self._options.accumulation_steps > 1:
-            for parameter in self._hooked.by_id.values():
-                if parameter.grad is not None:
-                    self._sums[id(parameter)] = TensorWeakRef(parameter.grad)
+        self._arrivals.end_pass(self._hooked.by_id.values())
 
     def _take_buckets(self, running: _Pass, *, all_of_them: bool = False) -> None:
         while running.buckets and (all_of_them or running.buckets[0].done()):
@@ -359,7 +342,7 @@ class ReleasedSteps:
             for parameter, gradient in aside:
                 parameter.grad = gradient
         # Only now: an update that failed, say for lack of memory, may be tried again.
-        self._stepped.update(map(id, taken))
+        self._arrivals.stepped.update(map(id, taken))
         if self.by_last_step:
             for groups, parts in norms.items():
                 self._norms[groups] += parts
