@@ -13,7 +13,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,6 +21,8 @@ from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.parameters import own_parameter
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, shown_like
+
+from .fingerprint import Fingerprint
 
 __all__ = [
     "find_remainder",
@@ -46,8 +47,8 @@ class _Remainder:
         bits: int16 as ``split16`` makes them, or fp32 weights if the recipe keeps those; only of
             the local memory if the parameter was placed on a mesh.
         version: the parameter's version then; a later write makes ``bits`` stale.
-        sums: sums of the bf16 bits, weighted by their places, to notice writes that do not change
-            the version (``p.data.zero_()``).
+        fingerprint: of the bf16 bits, to notice writes that do not change the version
+            (``p.data.zero_()``).
         placed: whether the parameter is found by its place in a module only, because it was placed
             on a mesh when it was cast, or because torch's conversions replace parameters.
         places: modules that own the parameter, each with the parameter's name there.
@@ -55,7 +56,7 @@ class _Remainder:
 
     bits: Tensor
     version: int
-    sums: Tensor
+    fingerprint: Fingerprint
     placed: bool
     places: list[tuple[ref[nn.Module], str]] = field(default_factory=list)
 
@@ -68,9 +69,6 @@ _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionar
 
 # The module that owns a parameter and the parameter's name there, by its id, as of the last search.
 _places: dict[int, tuple[ref[nn.Module], str]] = {}
-
-# Elements per sum. A shard may hold only parts of its first and last block: those are not compared.
-_ELEMENTS_PER_SUM = 64
 
 
 def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +121,8 @@ def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -
 
 def _remainder(parameter: Tensor, bits: Tensor) -> _Remainder:
     shard = shard_of(parameter)
-    return _Remainder(bits, shard.version(), _sums(shard.memory), _found_by_place(shard))
+    version, placed = shard.version(), _found_by_place(shard)
+    return _Remainder(bits, version, Fingerprint.of(shard.memory), placed)
 
 
 def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:
@@ -229,7 +228,7 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
     remainder = find_remainder(shard)
     if remainder is None or _was_written(shard, remainder):
         return None
-    same = _same_bits(shard, remainder)
+    same = remainder.fingerprint.is_of(shard)
     if same is False:
         return None
     if same is None and not _comparable(shard, remainder) and shard.version() != 0:
@@ -326,8 +325,8 @@ def sync_masters(
     known = find_remainders(shards)
     # ``src`` tells the other ranks what it will send: nothing, remainders or whole weights.
     kinds = [
-        remainder.bits.dtype if remainder and _same_bits(shard, remainder) is not False else None
-        for shard, remainder in zip(shards, known, strict=True)
+        each.bits.dtype if each and each.fingerprint.is_of(shard) is not False else None
+        for shard, each in zip(shards, known, strict=True)
     ]
     dist.broadcast_object_list(kinds, src, group, shards[0].parameter.device)
     synced = {}
@@ -337,58 +336,15 @@ def sync_masters(
             continue
         device = shard.parameter.device
         if dist.get_rank() == src and remainder is not None:
-            bits, sums = remainder.bits.to(device), remainder.sums.to(device)
+            bits, fingerprint = remainder.bits.to(device), remainder.fingerprint.to(device)
         else:
             bits = torch.empty(shard.shape, dtype=kind, device=device)
-            size = -(-shard.numel // _block_size(shard.numel))
-            sums = torch.empty(size, dtype=torch.int32, device=device)
-        for each in (bits, sums):
+            fingerprint = Fingerprint.empty(bits.shape, device)
+        for each in (bits, fingerprint.sums):
             # As bytes, because NCCL knows no 16-bit integers.
             dist.broadcast(each.view(-1).view(torch.uint8), src=src, group=group)
         bits = bits if remainder is None else bits.to(remainder.bits.device)
         synced[id(shard.parameter)] = _Remainder(
-            bits, shard.version(), sums, _found_by_place(shard)
+            bits, shard.version(), fingerprint, _found_by_place(shard)
         )
     _keep(model, synced)
-
-
-def _sums(memory: Tensor) -> Tensor:
-    bits = memory.reshape(-1).view(torch.int16)
-    size = _block_size(bits.numel())
-    blocks = pad(bits, (0, -bits.numel() % size)).view(-1, size)
-    weights = _weights(torch.arange(size, device=bits.device))
-    # At most 2^15 * (1 + 2 + ... + 64) in magnitude, and exact; in parts, as products take memory.
-    parts = [(each * weights).sum(1, dtype=torch.int32) for each in blocks.split(2**18)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _weights(places: Tensor) -> Tensor:
-    """The factors of the bits at these places of a block, so that their order counts."""
-    return (places + 1).int()
-
-
-def _block_size(numel: int) -> int:
-    return _ELEMENTS_PER_SUM if numel > 4096 else 1
-
-
-def _same_bits(shard: Shard, remainder: _Remainder) -> bool | None:
-    """Whether a parameter still has the bits of its cast; None if it holds no whole block."""
-    memory, shape = shard.memory, remainder.bits.shape
-    if memory.dtype != torch.bfloat16:
-        return False
-    sums = remainder.sums.to(memory.device)
-    if memory.shape == shape:
-        return torch.equal(_sums(memory), sums)
-    if shard.shape != tuple(shape):
-        return False
-    size = _block_size(remainder.bits.numel())
-    indices = shard.span.indices(memory.device)
-    blocks = indices // size
-    numbers, at, counts = blocks.unique_consecutive(return_inverse=True, return_counts=True)
-    found = torch.zeros(len(numbers), dtype=torch.int32, device=memory.device)
-    bits = memory.reshape(-1).view(torch.int16).to(torch.int32)
-    found.index_add_(0, at, bits * _weights(indices % size))
-    complete = counts == size
-    if not complete.any():
-        return None
-    return torch.equal(found[complete], sums[numbers[complete]])
