@@ -61,6 +61,25 @@ def test_states_that_a_class_casts_once_they_are_loaded_keep_their_bits():
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("name", ["Adadelta", "Adamax", "ASGD", "Rprop"])
+def test_steps_that_older_versions_of_torch_kept_as_numbers_are_loaded(name):
+    kind = getattr(torch.optim, name)
+    model, optimizer = make_run(kind, "bf16-stochastic")
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    for state in saved[1]["state"].values():
+        state.update((k, v.item()) for k, v in state.items() if k in ("step", "eta", "mu"))
+    train(model, optimizer, range(3, 6))
+    expected = exact_weights(model, optimizer)
+    model, optimizer = make_run(kind, "bf16-stochastic", seed=1)
+    frozen = next(model.parameters()).requires_grad_(False)  # its state is loaded nevertheless
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    frozen.requires_grad_(True)
+    train(model, optimizer, range(3, 6))
+    assert all(map(torch.equal, exact_weights(model, optimizer), expected))
+
+
 def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplog):
     model, optimizer = make_run(LoadsByItself, "bf16-fp32-master")
     train(model, optimizer, range(3))

@@ -168,6 +168,25 @@ class ForeignOptimizer(BF16Optimizer):
         except BaseException:
             traits.narrow = before
             raise
+        self._complete_older_states()
+
+    def _complete_older_states(self) -> None:
+        """Let the class read states of its older versions: numbers where tensors are now, say.
+
+        It does so in ``__setstate__``, which torch's ``load_state_dict`` has called before the
+        states were there.
+        """
+        if self.torch_class.__setstate__ is torch.optim.Optimizer.__setstate__:
+            return
+        # It looks for its own in each state, and a frozen weight's may hold a master alone.
+        states, none = self.state, {COUNTER, *MASTERS}
+        own = {k: v for k, v in dict.items(states) if not isinstance(v, dict) or v.keys() - none}
+        try:
+            self.torch_class.__setstate__(self, {"state": own, "param_groups": self.param_groups})
+        except KeyError:
+            pass  # States of another class: the next step says so.
+        finally:
+            self.state = states
 
     @torch.no_grad()
     def _rewrite(self, method: str) -> None:
