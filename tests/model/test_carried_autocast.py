@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -147,13 +148,38 @@ def test_inside_a_step_what_is_around_a_part_counts():
     assert net.body[0](X).dtype == torch.float32
 
 
-def test_copies_and_pickles_keep_it_and_float_takes_it_off():
+def test_copies_and_pickles_keep_it_and_those_of_an_fp32_model_do_without():
     net = carried()
     for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert torch.equal(again(X)["out"][0], net(X)["out"][0])
         assert again.forward.__self__ is again
         assert again.float()(X)["out"][0].dtype == torch.float32
-        assert not any("forward" in each.__dict__ for each in again.modules())
+        assert type(pickle.loads(pickle.dumps(again)).forward) is MethodType
+
+
+def through_functional_call(net, average):
+    return torch.func.functional_call(net, average, (X,))
+
+
+def through_data(net, average):
+    weights = {name: p.data for name, p in net.named_parameters()}
+    for name, p in net.named_parameters():
+        p.data = average[name]
+    outputs = net(X)
+    for name, p in net.named_parameters():
+        p.data = weights[name]
+    return outputs
+
+
+@pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
+@pytest.mark.parametrize("evaluate", [through_functional_call, through_data])
+def test_it_rests_while_an_fp32_average_is_in_the_model(evaluate, compute):
+    net = carried(compute=compute)
+    before = net(X)["out"][0]
+    average = {name: p.detach().float() for name, p in net.named_parameters()}
+    expected = copy.deepcopy(net).float()(X)["out"][0]
+    assert torch.equal(evaluate(net, average)["out"][0], expected)
+    assert torch.equal(net(X)["out"][0], before)
 
 
 @pytest.mark.parametrize("compute", ["autocast", "fp32"])

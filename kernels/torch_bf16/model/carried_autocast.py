@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any, TypeVar
@@ -35,6 +35,8 @@ _M = TypeVar("_M", bound=nn.Module)
 class _Calls(threading.local):
     depth = 0
     within = False  # another module's carried forward
+    # The parts of a module without bf16 parameters, while it runs: each would look again.
+    at_rest: Collection[int] = ()
 
 
 class _Traced:
@@ -83,9 +85,10 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
     Called where autocast is off, or is to fp16, as ``torch.autocast("cuda")`` is, ``forward``
     enters its own and returns fp32; within another forward, or under autocast to bf16, only what
     the whole model returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast
-    inside an autocast to bf16. It removes itself once no parameter is bf16, after
-    ``model.float()``. Hooks of Accelerate (``dispatch_model``) may come and go, before the call or
-    after it. Copies and pickles keep it, and need this package where they are loaded;
+    inside an autocast to bf16. While no parameter is bf16, after ``model.float()`` or inside a
+    ``torch.func.functional_call`` with fp32 weights, the module's own ``forward`` runs as it is.
+    Hooks of Accelerate (``dispatch_model``) may come and go, before the call or after it. Copies
+    and pickles keep it, and need this package where they are loaded, unless no parameter is bf16;
     state dicts do not contain it.
 
     Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
@@ -222,7 +225,10 @@ class CarriedForward:
         return MethodType if self.own is None or compiled else type(self.own)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _blank, (), {**self.__dict__, "_module": self._module()}
+        module: Any = self._module()
+        if self.own is None and not _is_bf16(module):
+            return getattr, (module, "forward")  # that of its class
+        return _blank, (), {**self.__dict__, "_module": module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _module=weakref.ref(state["_module"]))
@@ -245,14 +251,19 @@ class CarriedForward:
 
 
 def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
+    if id(module) in _calls.at_rest:
+        return carried.__wrapped__(*args, **kwargs)
     forward, first, args, kwargs = _as_called(carried, module, args, kwargs)
     if _is_inside(carried, module):
         outputs = forward(*first, *args, **kwargs)
         widens = carried._is_outermost and carried.compute != "bf16"
         return map_tensors(widen, outputs) if widens else outputs
     if not _is_bf16(module):
-        _remove_from(module)
-        return forward(*first, *args, **kwargs)
+        before, _calls.at_rest = _calls.at_rest, {*map(id, module.modules())}
+        try:
+            return forward(*first, *args, **kwargs)
+        finally:
+            _calls.at_rest = before
     if carried.compute == "bf16":
         args, kwargs = map_tensors(_to_bf16, (args, kwargs))
     with inside_step(), arithmetic(device_type(module), carried.compute, **carried.autocast):
@@ -375,15 +386,6 @@ def _carried_in(model: nn.Module) -> Iterator[tuple[nn.Module, CarriedForward]]:
         carried = own_forward(each)
         if isinstance(carried, CarriedForward):
             yield each, carried
-
-
-def _remove_from(model: nn.Module) -> None:
-    for each, carried in _carried_in(model):
-        place = place_of_forward(each)
-        if carried.own is None and place == "forward":
-            del each.__dict__["forward"]
-        else:
-            each.__dict__[place] = carried.__wrapped__
 
 
 def _to_bf16(tensor: Tensor) -> Tensor:
