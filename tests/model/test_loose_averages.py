@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import torch_bf16
@@ -38,6 +39,13 @@ def test_an_average_that_the_collector_has_put_aside_is_found(monkeypatch):
     (found,) = loose_averages([model.weight], [], 4)
     averages["weight"] = averages["weight"] * 1.01
     assert found.get() is averages["weight"]
+
+
+def test_weights_that_a_forward_pass_computes_from_trained_ones_are_none():
+    model = torch_bf16.cast_model(nn.Linear(43, 37, bias=False))  # of a shape of its own
+    prune.l1_unstructured(model, "weight", amount=0.2)
+    model(torch.randn(2, 43).bfloat16())
+    assert not loose_averages([model.weight_orig], [], 4)
 
 
 AVERAGES = {

@@ -62,7 +62,9 @@ def _close(
     found: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
     for each in filter(is_readable, tensors):
         place = each.shape, each.device
-        if place in alike and each.data_ptr() not in taken:
+        # A weight that is computed from a trained one, such as a pruned one, is no average.
+        computed = each.grad_fn is not None
+        if place in alike and not computed and each.data_ptr() not in taken:
             found.setdefault(place, []).append(each)
     for place, some in found.items():
         compared = some[:_COMPARED_TENSORS]
