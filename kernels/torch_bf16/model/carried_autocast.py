@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_bf16.argument_checks import check_compute, check_module
 from torch_bf16.errors import version_numbers
@@ -83,9 +84,10 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
     """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
 
     Called where autocast is off, or is to fp16, as ``torch.autocast("cuda")`` is, ``forward``
-    enters its own and returns fp32; within another forward, or under autocast to bf16, only what
-    the whole model returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast
-    inside an autocast to bf16. While no parameter is bf16, after ``model.float()`` or inside a
+    enters its own and returns fp32, or, if a weight is parametrized, that weight in the dtype in
+    which it is stored; within another forward, or under autocast to bf16, only what the whole model
+    returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast inside an autocast
+    to bf16. While no parameter is bf16, after ``model.float()`` or inside a
     ``torch.func.functional_call`` with fp32 weights, the module's own ``forward`` runs as it is.
     Hooks of Accelerate (``dispatch_model``) may come and go, before the call or after it. Copies
     and pickles keep it, and need this package where they are loaded, unless no parameter is bf16;
@@ -267,7 +269,10 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
     if carried.compute == "bf16":
         args, kwargs = map_tensors(_to_bf16, (args, kwargs))
     with inside_step(), arithmetic(device_type(module), carried.compute, **carried.autocast):
-        return map_tensors(widen, forward(*first, *args, **kwargs))
+        outputs = forward(*first, *args, **kwargs)
+    if isinstance(module, ParametrizationList) and module.is_tensor:
+        return outputs.to(module.original.dtype)  # remove_parametrizations relies on it
+    return map_tensors(widen, outputs)
 
 
 def _call_traced(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:

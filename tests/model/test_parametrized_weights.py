@@ -1,0 +1,58 @@
+"""Weights that torch.nn.utils.parametrize computes, in a model that carries autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
+
+import torch_bf16
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+PARAMETRIZE: dict[str, Any] = {
+    "orthogonal": parametrizations.orthogonal,
+    "spectral_norm": parametrizations.spectral_norm,
+    "symmetric": lambda layer: nn.utils.parametrize.register_parametrization(
+        layer, "weight", Symmetric()
+    ),
+}
+
+
+def train(model, optimizer):
+    for _ in range(5):
+        (model(X) - X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+@pytest.mark.parametrize("name", PARAMETRIZE)
+def test_a_parametrization_is_removed_in_the_middle_of_a_run(name, recipe, compute):
+    torch.manual_seed(0)
+    model = nn.Sequential(PARAMETRIZE[name](nn.Linear(8, 8)), nn.GELU(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    recipe = torch_bf16.get_recipe(recipe, compute=compute)
+    model, optimizer = torch_bf16.prepare(model, optimizer, recipe)
+    torch_bf16.carry_autocast(model)
+    train(model, optimizer)
+    before = model(X)
+    remove_parametrizations(model[0], "weight")
+    weight = model[0].weight
+    assert torch.allclose(model(X), before, atol=0.02)
+    assert torch.equal(torch_bf16.fp32_state_dict(model, optimizer)["0.weight"], weight.float())
+    written = weight.detach().clone()
+    train(model, optimizer)
+    assert not torch.equal(weight, written)
+    assert weight.isfinite().all()
