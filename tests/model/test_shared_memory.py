@@ -69,3 +69,48 @@ def test_neighbours_in_one_storage_share_no_memory():
     model.register_buffer("after", file[128:])
     torch_bf16.cast_model(model)
     assert model.before.dtype == model.after.dtype == torch.float32
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 4), nn.Linear(4, 8)
+
+
+def as_parameter(model):
+    model.decoder.weight = nn.Parameter(model.encoder.weight.t())
+
+
+def as_data(model):
+    model.decoder.weight.data = model.encoder.weight.data.transpose(0, 1)
+
+
+@pytest.mark.parametrize("tie", [as_parameter, as_data])
+def test_weights_that_are_tied_by_their_memory_are_refused(tie):
+    model = Autoencoder()
+    tie(model)
+    with pytest.raises(ValueError, match=r"'(en|de)coder.weight' .* would be trained apart"):
+        torch_bf16.cast_model(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.decoder.weight.data_ptr() == model.encoder.weight.data_ptr()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_parameter_over_the_memory_of_a_weight_follows_it(mode):
+    model = nn.ModuleDict({"student": nn.Linear(8, 8), "teacher": nn.Linear(8, 8)})
+    model["teacher"].requires_grad_(False).weight.data = model["student"].weight.data
+    optimizer = torch.optim.AdamW(model["student"].parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer, torch_bf16.get_recipe(mode, backend="eager"))
+    before = model["student"].weight.detach().clone()
+    step(model["student"], optimizer)
+    assert not torch.equal(model["student"].weight, before)
+    assert torch.equal(model["teacher"].weight, model["student"].weight)
+
+
+def test_weights_in_one_storage_that_share_no_memory_are_cast():
+    model, row = Autoencoder(), torch.randn(64)
+    model.encoder.weight.data, model.decoder.weight.data = row[:32].view(4, 8), row[32:].view(8, 4)
+    columns = torch.randn(4, 10)
+    model.both = nn.ParameterList([columns[:, :3], columns[:, 3:]])
+    torch_bf16.cast_model(model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

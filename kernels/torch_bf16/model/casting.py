@@ -41,7 +41,7 @@ from .kept_fp32 import is_narrow, is_plain, kept, staying_ids
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
-from .shared_memory import SharedMemory
+from .shared_memory import SharedMemory, refuse_tied
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
@@ -52,11 +52,11 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     """Cast the fp32 parameters of a model to bf16, in place.
 
     Parameters keep their identity, so tied weights stay tied and existing optimizers keep working.
-    Left as they are: all buffers, except that one over the memory of a weight follows it, metrics
-    of torchmetrics, modules with running statistics (batch norm; torch cannot mix bf16 gains with
-    fp32 statistics on CPUs), every ``SyncBatchNorm``, peft's :func:`fp32_adapters`, and parameters
-    that are not plain tensors (quantised weights) or are frozen in a dtype other than fp32. Modules
-    named by ``recipe.keep_fp32``, or by a model of transformers in its
+    Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
+    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, peft's
+    :func:`fp32_adapters`, and parameters that are not plain tensors (quantised weights) or are
+    frozen in a dtype other than fp32. Buffers and frozen parameters over the memory of a weight
+    follow it. Modules named by ``recipe.keep_fp32``, or by a model of transformers in its
     ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were bf16 or fp16, and
     compute in fp32, with their inputs upcast (tensors, also in tuples, lists and dicts).
 
@@ -75,10 +75,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         once per process, says so and what to do.
 
     Raises:
-        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by
-            DDP, FSDP1 or DataParallel over several GPUs, or has run under FSDP2, a group of FSDP2
-            would have two dtypes, or a pattern of ``keep_fp32`` matches nothing; nothing has been
-            changed then.
+        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, two lie over the same
+            memory, the model is wrapped by DDP, FSDP1 or DataParallel over several GPUs, or has run
+            under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of ``keep_fp32``
+            matches nothing; nothing has been changed then.
         NotImplementedError: the recipe computes in fp32 and a part is a ``ScriptModule``; nothing
             has been changed.
 
@@ -197,6 +197,7 @@ def _parts(model: nn.Module, recipe: Recipe) -> _Parts:
             in_bf16.add(id(parameter))
     if to_fp32 or to_bf16:
         _check_wrappers(model)
+    refuse_tied(model, to_bf16.values())
     _check_groups(model, set(to_fp32), set(to_bf16))
     return _Parts(in_fp32, asked, to_fp32, to_bf16, in_bf16)
 

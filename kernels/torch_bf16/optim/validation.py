@@ -7,7 +7,6 @@ Messages begin with a verb: the caller prepends the parameter's label.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
+from torch_bf16.parameters import over_same_memory
 from torch_bf16.sharding import Shard, missing_memory, shard_of
 
 __all__ = [
@@ -280,17 +280,12 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> N
         ValueError: two parameters begin at the same address, or overlap and are contiguous: others
             may lie between each other.
     """
-    spans = []
-    for each in shards:
-        memory = each.memory
-        if memory.data_ptr() and memory.numel():
-            reach = memory.nbytes if memory.is_contiguous() else 1
-            spans.append((str(memory.device), memory.data_ptr(), reach, each.parameter))
-    spans.sort(key=lambda span: span[:2])
-    for (device, start, reach, one), (other_device, begin, _, other) in itertools.pairwise(spans):
-        if device == other_device and begin < start + reach and one is not other:
+    shared = over_same_memory((each.parameter, each.memory) for each in shards)
+    for one, other in shared:
+        if one is not other:
             raise ValueError(
                 f"{labels[other]()} and {labels[one]()} are two parameters over the same memory, "
-                "which a step would update twice. Tie them by giving both modules one parameter: "
-                "one.weight = other.weight"
+                "which a step would update twice. Tie them by giving both modules one parameter, "
+                "one.weight = other.weight, or, transposed, compute with other.weight.t() in "
+                "forward()"
             )
