@@ -302,11 +302,21 @@ class DifferentiatesSome(torch.optim.SGD):
             p.data.add_(1.0)
 
 
+class LooksFirst(torch.optim.SGD):
+    """As torch_optimizer's Adahessian does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(p.grad.grad_fn is None for p in group["params"]):
+                raise RuntimeError("a gradient does not have grad_fn: set create_graph to True")
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # torch's, of create_graph
 @pytest.mark.parametrize(
     ("kind", "after"),
     [
         (Differentiates, "Nothing was updated"),
+        (LooksFirst, "Nothing was updated"),
         (DifferentiatesSome, "Other parameters were updated"),
     ],
 )

@@ -191,7 +191,9 @@ class OwnStep:
         except RuntimeError as error:
             gradients = (each.parameter.grad for each in bucket)
             graphs = any(each is not None and each.requires_grad for each in gradients)
-            if graphs and "does not require grad" in str(error):
+            # torch's words, or those of a class that looks before it differentiates.
+            missing = any(each in str(error) for each in ("does not require grad", "grad_fn"))
+            if graphs and missing:
                 raise self._refusal(refusal(self._kind, _DIFFERENTIATES)) from error
             raise
         if self._runner.draws and any(each.shard.groups() for each in bucket):
