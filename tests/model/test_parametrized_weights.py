@@ -56,3 +56,15 @@ def test_a_parametrization_is_removed_in_the_middle_of_a_run(name, recipe, compu
     train(model, optimizer)
     assert not torch.equal(weight, written)
     assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
+def test_a_weight_that_several_were_made_of_is_stored_as_they_were(compute):
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    torch_bf16.cast_model(model, torch_bf16.get_recipe("bf16-stochastic", compute=compute))
+    torch_bf16.carry_autocast(model)
+    before = model(X)
+    remove_parametrizations(model[0], "weight")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.allclose(model(X), before, atol=0.02)

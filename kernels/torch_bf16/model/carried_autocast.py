@@ -270,8 +270,10 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors(_to_bf16, (args, kwargs))
     with inside_step(), arithmetic(device_type(module), carried.compute, **carried.autocast):
         outputs = forward(*first, *args, **kwargs)
-    if isinstance(module, ParametrizationList) and module.is_tensor:
-        return outputs.to(module.original.dtype)  # remove_parametrizations relies on it
+    if isinstance(module, ParametrizationList) and module._parameters:
+        # As stored: remove_parametrizations puts it where other weights are bf16.
+        original: Any = next(iter(module._parameters.values()))
+        return outputs.to(original.dtype)
     return map_tensors(widen, outputs)
 
 
