@@ -41,6 +41,29 @@ def test_schedule_free_swaps_its_weights_as_in_fp32():
     assert not all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
 
 
+class Packed(torch.Tensor):
+    """Like ``OptimState8bit`` of torchao, which has codes and scales inside."""
+
+
+class PacksItsMoments(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("exp_avg", torch.zeros_like(p).as_subclass(Packed))
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_states_in_tensors_of_a_class_of_their_own_are_refused_by_name(recipe):
+    model, optimizer = make_run(PacksItsMoments, recipe)
+    before = [p.detach().clone() for p in model.parameters()]
+    match = "state 'exp_avg' in a tensor of the class Packed.*Nothing was updated"
+    with pytest.raises(NotImplementedError, match=match):
+        train(model, optimizer, range(1))
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_schedule_free_averages_are_right_in_the_mean_without_masters():
     fp32, _ = swapping_run(None)
     model, _ = swapping_run("bf16-stochastic")

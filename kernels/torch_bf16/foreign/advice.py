@@ -56,6 +56,7 @@ _ADVICE = {
     "toolkit.optimizers.prodigy_8bit.": _WITHOUT_HOOK,
     "torch.optim.sparse_adam.": "Make the embedding with sparse=False and give it to Adam or AdamW",
     "torch.optim.lbfgs.": "Train with LBFGS in float32, or in these modes with AdamW or SGD",
+    "torchao.optim.": f"Its _AdamW is taken as it is; or use torch_bf16.AdamW with {_INT8}",
     "transformers.trainer_pt_utils.LayerWiseDummyOptimizer": "Use optim='galore_adamw' without "
     f"'_layerwise', or optim='adamw_torch' with {_RELEASED}",
     "llamafactory.train.trainer_utils.DummyOptimizer": "Leave out galore_layerwise and "

@@ -53,6 +53,17 @@ def why_whole(traits: Traits) -> str:
     return "couples all parameters" if traits.couples else "is not known to be elementwise"
 
 
+def _wrapped_state(states: Sequence[dict[str, Any]]) -> str | None:
+    """Why states cannot be stored, if one is a tensor of a class of its own."""
+    for key, each in (pair for state in states for pair in state.items()):
+        if isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter):
+            return (
+                f"it keeps its state {key!r} in a tensor of the class {type(each).__name__}, whose "
+                "numbers no recipe can store"
+            )
+    return None
+
+
 class OwnStep:
     """A step of the class's own code on fp32 copies.
 
@@ -196,6 +207,9 @@ class OwnStep:
             if graphs and missing:
                 raise self._refusal(refusal(self._kind, _DIFFERENTIATES)) from error
             raise
+        if wrapped := _wrapped_state(states):
+            self._runner.rewind()
+            raise self._refusal(refusal(self._kind, wrapped))
         if self._runner.draws and any(each.shard.groups() for each in bucket):
             self._runner.rewind()
             raise self._refusal(_DRAWS)
