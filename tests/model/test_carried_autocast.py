@@ -182,6 +182,35 @@ def test_it_rests_while_an_fp32_average_is_in_the_model(evaluate, compute):
     assert torch.equal(net(X)["out"][0], before)
 
 
+class ReducesItself(Net):
+    """As StyleGAN's persistence makes it of each class: it is made from its state."""
+
+    def __reduce__(self):
+        return _from_state, (super().__reduce__()[2],)
+
+
+def _from_state(state):
+    net = ReducesItself.__new__(ReducesItself)
+    net.__setstate__(state)
+    return net
+
+
+def test_copies_of_a_class_that_is_made_from_its_state_keep_it():
+    net: Any = torch_bf16.carry_autocast(torch_bf16.cast_model(ReducesItself()))
+    inside = torch_bf16.carry_autocast(nn.Sequential(net, nn.Identity()))
+    for copied in (copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))):
+        for again in (copied(net), copied(copied(net)), copied(inside)[0]):
+            with pytest.raises(RuntimeError, match=r"Call the copy itself, model\(x\)"):
+                again.forward(X)
+            assert torch.equal(again(X)["out"][0], net(X)["out"][0])
+            assert again.forward.__self__ is again
+        again = torch_bf16.carry_autocast(copied(net))
+        assert torch.equal(again.forward(X)["out"][0], net(X)["out"][0])
+        outer = copied(inside)
+        assert torch.equal(outer(X)["out"][0], net(X)["out"][0])
+        assert outer[0].forward.__self__ is outer[0]
+
+
 @pytest.mark.parametrize("compute", ["autocast", "fp32"])
 def test_what_has_no_parameters_any_more_runs_as_it_is(compute):
     net = carried(compute=compute).float()

@@ -55,6 +55,11 @@ _NO_EXPORT = (
     "torch.export.export(copy.deepcopy(model).float(), ...)"
 )
 
+_NO_MODULE = (
+    "this is the forward of a copy that has not been called yet, and whose class copies or pickles "
+    "itself in its own way. Call the copy itself, model(x), or carry_autocast(model) first"
+)
+
 _calls = _Calls()
 _traced = _Traced()
 
@@ -130,6 +135,7 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
         carried = own_forward(each)
         if isinstance(carried, CarriedForward):
             carried.compute, carried.autocast = compute, autocast
+            carried._module = weakref.ref(each)  # a copy may not know it yet
         elif _is_called(each) and _is_bf16(each):
             carried = CarriedForward(each, each is whole, compute, autocast)
             each.__dict__[place_of_forward(each)] = carried
@@ -203,7 +209,7 @@ class CarriedForward:
         scripted = isinstance(module, torch.jit.ScriptModule)  # has no forward in its class
         # Otherwise compiled, or another library's.
         self.own = module.forward if scripted else own_forward(module)
-        self._module = weakref.ref(module)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
         # TorchScript finds the overloads of RNNs by it.
         self.__module__ = getattr(self.__wrapped__, "__module__", __name__)
 
@@ -228,23 +234,29 @@ class CarriedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         module: Any = self._module()
-        if self.own is None and not _is_bf16(module):
+        if _reduces_itself(module):
+            module = None
+        elif self.own is None and module is not None and not _is_bf16(module):
             return getattr, (module, "forward")  # that of its class
         return _blank, (), {**self.__dict__, "_module": module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
+        module = state["_module"]
+        self.__dict__.update(state, _module=_unknown if module is None else weakref.ref(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if torch.compiler.is_compiling():
-            return _call_traced(self, module, args, kwargs)
-        if _calls.within:  # a forward calls parts of its own module
-            return _call(self, module, args, kwargs)
+        if module is not None:
+            if torch.compiler.is_compiling():
+                return _call_traced(self, module, args, kwargs)
+            if _calls.within:  # a forward calls parts of its own module
+                return _call(self, module, args, kwargs)
         called, shared = called_through(sys._getframe(1))
         if shared is self and called is not module:
             _separate(called)
             return called.forward(*args, **kwargs)
+        if module is None:
+            raise RuntimeError(_NO_MODULE)
         _calls.within = True
         try:
             return _call(self, module, args, kwargs)
@@ -386,6 +398,17 @@ def _is_on(device: str, compute: str) -> bool:
 
 def _blank() -> CarriedForward:
     return CarriedForward.__new__(CarriedForward)
+
+
+def _unknown() -> None:
+    """Stands for the module of a copy until that is called, which tells."""
+
+
+def _reduces_itself(module: nn.Module | None) -> bool:
+    # Such a class, as StyleGAN's persistence makes it of each, may be made from its state: what is
+    # in the state is copied before there is a module that it could name.
+    cls = type(module)
+    return cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__
 
 
 def _carried_in(model: nn.Module) -> Iterator[tuple[nn.Module, CarriedForward]]:
