@@ -316,6 +316,20 @@ def test_an_optimizer_that_keeps_attributes_on_parameters_is_refused():
     prepare(model, OWN["adadelta"](model.parameters()), "bf16-stochastic")
 
 
+class OfVisible(torch.optim.Adam):
+    """As gsplat's SelectiveAdam, which steps the Gaussians that were seen."""
+
+    def step(self, visibility, closure=None, *, scale=1.0):
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_requires_more_than_a_closure_is_refused():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match="its step requires visibility, and a converted"):
+        prepare(model, OfVisible(model.parameters()), "bf16-stochastic")
+    assert model.weight.dtype == torch.float32
+
+
 def take_gradient(parameter):
     parameter.summed, parameter.grad = parameter.grad, None
 

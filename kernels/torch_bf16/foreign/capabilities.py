@@ -117,6 +117,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             f"its constructor has put the hook {name} on its parameters, which works on gradients "
             "and weights in backward(), outside of step(), where no recipe reaches them"
         )
+    if names := _arguments_of_step(type(optimizer)):
+        return f"its step requires {' and '.join(names)}, and a converted one takes a closure only"
     if full_name(type(optimizer)) in _OF_BF16:
         return "its step asserts that weights are bfloat16, and each step gets float32 copies"
     if others := overridden(optimizer):
@@ -157,6 +159,16 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             "them, without it; `state` is the place for what belongs to a parameter"
         )
     return _pairs_frozen(optimizer) or looks_up(attributes, optimizer.param_groups, parameters)
+
+
+def _arguments_of_step(kind: type[torch.optim.Optimizer]) -> list[str]:
+    """What each call of a class's step must be given, other than a closure."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        name
+        for name, each in [*inspect.signature(kind.step).parameters.items()][1:]
+        if each.kind in named and each.default is each.empty and name != "closure"
+    ]
 
 
 def _hook_on_parameters(optimizer: torch.optim.Optimizer) -> str | None:
