@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16.engine.states import States
+from torch_bf16.errors import StateMismatchError
 
 LOOKS = {
     "[]": lambda s, k: s[k],
@@ -283,3 +284,56 @@ def test_a_parameter_that_was_replaced_with_its_state_is_freed(recipe, released)
     gc.collect()
     assert len(optimizer._engine.snapshots) == 2
     assert gone() is None
+
+
+def replace(optimizer, rows, left=()):
+    """Exchange a parameter for some of its rows and a new one, and its states with it."""
+
+    def cut(old):
+        return torch.cat([old.detach()[rows], torch.zeros(1, 4, dtype=old.dtype)])
+
+    (old,) = optimizer.param_groups[0]["params"]
+    state = optimizer.state.pop(old)
+    new = nn.Parameter(cut(old))
+    optimizer.state[new] = {
+        key: each if key in ("step", *left) else cut(each) for key, each in state.items()
+    }
+    optimizer.param_groups[0]["params"] = [new]
+    return new
+
+
+def step_of(optimizer, gradient):
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = gradient.to(p.dtype)
+    optimizer.step()
+
+
+def grown():
+    """An optimizer of torch in fp32, and ours of the same numbers."""
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    fp32 = torch.optim.Adam([nn.Parameter(start.clone())])
+    splats = nn.ParameterDict({"sh": nn.Parameter(start.clone())})
+    ours = torch.optim.Adam(splats.parameters())
+    torch_bf16.prepare(splats, ours, "bf16-fp32-master")
+    return fp32, ours
+
+
+def test_rows_that_were_taken_and_joined_with_their_states_go_on_as_in_fp32():
+    """As in Gaussian splatting, which splits and prunes while it trains."""
+    fp32, ours = grown()
+    generator = torch.Generator().manual_seed(1)
+    for count, rows in ((6, [0, 1, 2, 3, 4]), (6, [0, 2, 3]), (4, [1, 1, 3, 0])):
+        gradient = torch.randn(count, 4, generator=generator).bfloat16()
+        step_of(fp32, gradient)
+        step_of(ours, gradient)
+        exact, new = replace(fp32, rows), replace(ours, rows)
+        torch.testing.assert_close(ours.exact_weight(new), exact.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_state_that_was_left_as_it_was_is_named():
+    _, ours = grown()
+    step_of(ours, torch.ones(6, 4))
+    replace(ours, [0, 1], left=["remainder16"])
+    match = r"remainder16 of .* has shape \(6, 4\) .*replaced the parameter left this state"
+    with pytest.raises(StateMismatchError, match=match):
+        step_of(ours, torch.ones(3, 4))

@@ -284,7 +284,7 @@ DAMAGES = {
         in_first_state("exp_avg", lambda t: t.T.contiguous()),
         r"exp_avg of parameter '#0' .* shape \(5, 7\) .* shape \(7, 5\)",
     ),
-    "no tensor": (in_first_state("exp_avg_sq", lambda t: 5), "has shape int in the state dict"),
+    "no tensor": (in_first_state("exp_avg_sq", lambda t: 5), "has shape int in its state"),
     "master of other shape": (
         in_first_state("remainder16", lambda t: t[:1]),
         "remainder16 of param",

@@ -231,8 +231,9 @@ def _check_shape(saved: Any, shape: Sequence[int], key: str, label: Label) -> No
     if not isinstance(saved, Tensor) or tuple(saved.shape) != tuple(shape):
         found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
         raise StateMismatchError(
-            f"{key} of {label()} has shape {found} in the state dict and must have shape "
-            f"{tuple(shape)}; it was saved from another model"
+            f"{key} of {label()} has shape {found} in its state and must have shape "
+            f"{tuple(shape)}; it was saved from another model, or a program that replaced the "
+            "parameter left this state as it was"
         )
 
 
