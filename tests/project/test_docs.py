@@ -127,6 +127,7 @@ def test_a_quoted_message_is_one_of_ours(quote: str) -> None:
 OF_TORCH = {
     "mat1 and mat2": lambda cast: cast(torch.nn.Linear(4, 4))(torch.randn(2, 4)),
     "Input type": lambda cast: cast(torch.nn.Conv1d(4, 4, 1))(torch.randn(1, 4, 4)),
+    "expected dtype": lambda cast: cast(torch.nn.Linear(4, 4)).weight.lerp(torch.ones(4, 4), 0.5),
     "Got unsupported": lambda cast: cast(torch.nn.Linear(4, 4)).weight.detach().numpy(),
 }
 
