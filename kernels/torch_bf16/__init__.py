@@ -37,7 +37,8 @@ from .gradients.setup import end_releases, setup_gradients
 from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
-from .model.carried_autocast import carry_autocast, inside_step
+from .model.carried_autocast import carry_autocast
+from .model.carried_forward import inside_step
 from .model.cast_modules import cast_recipe
 from .model.casting import cast_model, refuse_uncastable
 from .model.fp32_adapters import fp32_adapters

@@ -25,11 +25,10 @@ from torch_bf16.sharding import has_run, units
 from . import cast_modules
 from .autocast import fill_gaps, widen
 from .blended_weights import watch_blends
-from .carried_autocast import (
+from .carried_autocast import carry_autocast, check_scripted
+from .carried_forward import (
     CarriedForward,
     called_through,
-    carry_autocast,
-    check_scripted,
     device_type,
     own_forward,
     place_of_forward,
