@@ -157,13 +157,15 @@ PATCHES: dict[str, TorchPatch] = {
         "such a copy goes unnoticed",
     ),
     "parameter_data": TorchPatch(
-        "data and copy_ of torch.nn.Parameter, and of DTensor's parameters",
+        "data and copy_ of torch.nn.Parameter, and of DTensor's parameters; _sync_module_states in "
+        "torch.nn.parallel.distributed",
         "the first step with weights='bf16+16' or 'bf16+8', or an unpickled optimizer after it",
-        "a write through p.data, which raises no version, or by p.copy_() drops the remainders of "
-        "the numbers that it changes, and of no others",
+        "a write through p.data, which raises no version, by p.copy_() or by DDP, as it wraps a "
+        "model or ends join(), drops the remainders of the numbers that it changes, and of no "
+        "others, and a warning names a rank whose weights DDP has replaced during a run",
         "numbers written through p.data keep the remainders of the old ones, up to half a bf16 "
         "spacing off; write under torch.no_grad(), p.copy_(...), instead, which then drops all "
-        "remainders of the weight",
+        "remainders of the weight, and so does wrapping it again in DDP",
     ),
 }
 """The patches, by the names that :data:`SWITCH` accepts."""

@@ -10,6 +10,8 @@ reads ``.data``, this costs nothing.
 The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
 ``p.data.clone()``, moves the weight, and restores it. ``p.copy_()`` saves them, too: an evaluation
 may copy an average into the model, also by ``load_state_dict``, and then the trained weights back.
+So does DDP, which sends one rank's weights to all when it wraps a model and when ``join()`` ends: a
+rank that has those weights keeps its masters, and a warning names one that does not.
 If a weight is written in another way before any bytes are saved, they are saved after each step
 from then on, until nobody has written the weight for some steps: a program may clamp a weight after
 each step, and LookSAM and Lookahead write it at every fifth or tenth.
@@ -23,9 +25,12 @@ from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import distributed
 from torch.utils.weak import TensorWeakRef
 
+from torch_bf16.errors import warn_once
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 from torch_bf16.torch_patches import Replacement, is_enabled
 
@@ -46,6 +51,8 @@ REMAINDERS = frozenset({"remainder16", "remainder8"})
 _watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
 _touched: WeakSet[DataWatch] = WeakSet()
 
+# What DDP calls to send one rank's weights to all.
+_SYNC = "_sync_module_states"
 # Steps without a write after which a weight is no longer followed.
 _IDLE_STEPS = 32
 # Writes that change more than this part of the numbers are no clamp, and no SAM that rounds.
@@ -148,7 +155,7 @@ class DataWatch:
     def changed(self) -> Tensor | None:
         """A mask of the numbers written since the bytes were saved; None if none can have been."""
         then = self._bytes
-        now = None if then is None else self._lower_bytes()
+        now = None if then is None else self.lower_bytes()
         if then is None or now is None or now.shape != then.shape:
             return None
         changed = now != then.to(now.device)
@@ -170,12 +177,13 @@ class DataWatch:
             _touched.discard(self)
 
     def _note(self) -> None:
-        self._bytes, self.version = self._lower_bytes(), version_of(self._parameter)
+        self._bytes, self.version = self.lower_bytes(), version_of(self._parameter)
 
     def _live_aliases(self) -> list[TensorWeakRef]:
         return [each for each in self._aliases if each() is not None]
 
-    def _lower_bytes(self) -> Tensor | None:
+    def lower_bytes(self) -> Tensor | None:
+        """A copy of the lower bytes that the weight has now; None if it is no longer bf16."""
         memory = local(self._parameter).detach()
         return memory.view(torch.int16).to(torch.uint8) if memory.dtype == torch.bfloat16 else None
 
@@ -253,10 +261,13 @@ def note_step(watches: Iterable[DataWatch | None]) -> None:
 
 @functools.cache
 def _interceptions(kind: type) -> tuple[Replacement, ...]:
-    return (
+    replacements = [
         Replacement("parameter_data", kind, "data", _intercepting_data),
         Replacement("parameter_data", kind, "copy_", _intercepting_copies),
-    )
+    ]
+    if kind is nn.Parameter and hasattr(distributed, _SYNC):
+        replacements.append(Replacement("parameter_data", distributed, _SYNC, _intercepting_syncs))
+    return tuple(replacements)
 
 
 def _intercepting_data(data: Any) -> property:
@@ -281,3 +292,41 @@ def _intercepting_copies(original: Any) -> Any:
         return original(parameter, *args, **kwargs)
 
     return copy_
+
+
+def _intercepting_syncs(original: Any) -> Any:
+    def sync_module_states(
+        module: nn.Module,
+        process_group: Any,
+        broadcast_bucket_size: int,
+        src: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        watches = [each for p in module.parameters() for each in _watches.get(id(p), ())]
+        before = []
+        for watch in watches:
+            watch.touch()
+            before.append(watch.lower_bytes())
+        original(module, process_group, broadcast_bucket_size, src, *args, **kwargs)
+        pairs = zip(watches, before, strict=True)
+        replaced = sum(then is not None and not _equal(watch, then) for watch, then in pairs)
+        if replaced:
+            source = dist.get_global_rank(process_group, src)
+            warn_once(
+                f"DistributedDataParallel has given this rank the weights of rank {source}, which "
+                f"differ in {replaced} parameters that an optimizer has stepped here, and not that "
+                "rank's optimizer states, as after join() on a rank whose inputs ended early: "
+                "masters, moments and noise are still its own, so that replicas drift apart if "
+                "they train on. Give all ranks the states of one, on all ranks: states = ["
+                "optimizer.state_dict()]; torch.distributed.broadcast_object_list(states, src="
+                f"{source}); optimizer.load_state_dict(states[0])",
+                key="weights of another rank",
+            )
+
+    return sync_module_states
+
+
+def _equal(watch: DataWatch, then: Tensor) -> bool:
+    now = watch.lower_bytes()
+    return now is not None and torch.equal(now, then)
