@@ -4,7 +4,7 @@ from itertools import cycle, product
 
 import pytest
 from sharded_training import RECIPES
-from zero_training import WAYS, refusals, run
+from zero_training import WAYS, refusals, run, unnamed
 
 # The other ways differ from the first in what makes the optimizer, and not in how it keeps masters.
 BOTH = ("converted", "own step")
@@ -21,3 +21,7 @@ def test_weights_states_and_resumed_runs_equal_those_of_ddp(ranks, way, recipe):
 
 def test_steps_inside_the_backward_pass_are_refused(ranks):
     ranks(3, refusals)
+
+
+def test_what_other_ranks_step_is_no_average_of_the_program(ranks):
+    ranks(2, unnamed)

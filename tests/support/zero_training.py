@@ -170,3 +170,13 @@ def refusals():
     assert torch_bf16.describe(model, zero.optim).recipe == RECIPES[0]
     with pytest.raises(ValueError, match=r"the AdamW in this ZeroRedundancyOptimizer was made"):
         torch_bf16.convert(zero, RECIPES[1])
+
+
+def unnamed():
+    """At a low rate few numbers of a weight change per step, as in an average that loses some."""
+    model = DistributedDataParallel(torch_bf16.cast_model(make_model(SIZES)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.002)
+    torch_bf16.convert(zero, model=model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no optimizer of torch_bf16 trains it")
+        train(model, zero, [0] * 80)

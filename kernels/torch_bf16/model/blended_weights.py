@@ -215,9 +215,13 @@ def _never_trained(trained: Container[int]) -> Iterator[tuple[int, str]]:
 
 def _trained() -> Iterator[Tensor]:
     """The parameters that optimizers of ours have stepped; a target may be in their groups, too."""
+    optimizers = [*_optimizers]
     # Lists, because another thread may step one of them meanwhile.
-    keys = chain.from_iterable(list(dict.keys(each.state)) for each in _optimizers)
-    return (each for each in keys if isinstance(each, Tensor))
+    keys = chain.from_iterable(list(dict.keys(each.state)) for each in optimizers)
+    yield from (each for each in keys if isinstance(each, Tensor))
+    # What another rank steps arrives here by a broadcast.
+    zeros = [each._engine.names.zero for each in optimizers]
+    yield from chain.from_iterable(each.parameters for each in zeros if each is not None)
 
 
 def _parameter_of(

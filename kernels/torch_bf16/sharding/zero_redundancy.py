@@ -38,6 +38,12 @@ class ZeroNames:
         self._names = WeakIdKeyDictionary()
         zero.register_step_post_hook(_forget_gathered)
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that this rank or another one steps."""
+        groups = getattr(self._zero(), "param_groups", ())
+        return [each for group in groups for each in group["params"]]
+
     def name(self, parameter: Tensor) -> str | None:
         """The name that keys a parameter's noise, as if one optimizer had all parameters."""
         zero = self._zero()
