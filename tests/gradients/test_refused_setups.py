@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +39,25 @@ def test_no_ddp_module_keeps_a_hook_if_another_is_refused(one_rank):
     assert hook_holder(first) is None
     torch_bf16.reduce_gradients(first, optimizer)
     assert hook_holder(first) == "reduce='bf16_wire'"
+
+
+def test_a_hook_that_torch_has_built_in_is_named(one_rank):
+    model, optimizer = made()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    with pytest.raises(ValueError, match=r"that of BuiltinCommHookType.FP16_COMPRESS"):
+        torch_bf16.reduce_gradients(model, optimizer)
+
+
+def test_gradients_are_not_released_beside_a_hook_that_torch_has_built_in(one_rank):
+    model, optimizer = made()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.warns(UserWarning, match=r"stay until optimizer.step\(\).*BuiltinCommHookType"):
+        torch_bf16.release_gradients(model, optimizer)
+    before = model.module.weight.detach().clone()
+    model(torch.ones(1, 8).bfloat16()).sum().backward()
+    assert torch.equal(model.module.weight, before)
+    optimizer.step()
+    assert not torch.equal(model.module.weight, before)
 
 
 def test_torchs_own_sums_get_no_hooks_from_a_release_that_follows():

@@ -40,7 +40,8 @@ def hook_holder(module: DistributedDataParallel) -> str | None:
     """Who has registered a module's hook, for messages; None if nobody has."""
     hook, state = _hook_of(module)
     if hook is None:
-        return None
+        # torch's own in C++ (_register_builtin_comm_hook) are in no list, only in what DDP logs.
+        return module._get_ddp_logging_data().get("comm_hook")
     if isinstance(state, Reducer):
         return state.purpose
     return f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}"
