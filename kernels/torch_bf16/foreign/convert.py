@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
@@ -20,6 +20,7 @@ from torch_bf16.optim.overview import placed
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.parameters import parameters_of
+from torch_bf16.process_memory import share_like
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import Shard, register, shard_of
 from torch_bf16.sharding.zero_redundancy import ZeroNames
@@ -216,7 +217,11 @@ def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
                     taken[parameter] = state
                     continue
             label = functools.partial(optimizer.label, *place)
-            taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
+            completed = optimizer._complete(state, shard, group, label, Changes())
+            for key in completed.keys() & state.keys():
+                if isinstance(completed[key], Tensor) and isinstance(state[key], Tensor):
+                    share_like(completed[key], state[key])
+            taken[parameter] = completed
     return taken
 
 

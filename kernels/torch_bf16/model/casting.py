@@ -19,6 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch_bf16.argument_checks import check_module
 from torch_bf16.errors import warn
 from torch_bf16.model import remainders
+from torch_bf16.process_memory import share_like
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import has_run, units
 
@@ -105,13 +106,13 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
 
     def cast(t: Tensor) -> Tensor:
         if id(t) in to_fp32 and is_narrow(t):
-            return t.detach().float()
+            return share_like(t.detach().float(), t.detach())
         if id(t) not in to_bf16 or t.dtype != torch.float32:
             return t
         weight, bits = remainders.split(t.detach(), recipe)
         if bits is not None:
             bits_of[id(t)] = bits
-        return weight
+        return share_like(weight, t.detach())
 
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     try:
