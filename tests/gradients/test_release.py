@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import torch_bf16
 from torch_bf16 import Recipe
@@ -348,3 +349,19 @@ def test_a_step_that_failed_once_can_be_taken_after_gradients_are_zeroed(monkeyp
         runs.append((model, optimizer, handle.last_norm))
     assert same(runs[0][:2], runs[1][:2])
     assert torch.equal(runs[0][2], runs[1][2])
+
+
+def test_what_fully_shard_leaves_out_waits_for_the_program_to_reduce_it(one_rank):
+    model = nn.Linear(8, 8)
+    fully_shard(model, mesh=one_rank, ignored_params={model.bias})
+    torch_bf16.cast_model(model)
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.5)
+    torch_bf16.release_gradients(model, optimizer)
+    before = model.bias.detach().clone()
+    model(torch.ones(4, 8).bfloat16()).sum().backward()
+    assert model.weight.grad is None
+    assert torch.equal(model.bias, before)
+    model.bias.grad.zero_()  # what an all-reduce might leave
+    optimizer.step()
+    assert torch.equal(model.bias, before)
+    assert model.bias.grad is None

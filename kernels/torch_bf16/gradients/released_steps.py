@@ -15,7 +15,7 @@ from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.errors import warn_once
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
+from torch_bf16.sharding import is_dtensor, local, shard_of, units, world_size
 
 from .arrivals import Arrivals
 from .backward import Passes
@@ -84,6 +84,8 @@ class ReleasedSteps:
         # By DDP module, the ids of the parameters whose buckets it announces.
         self._reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._shown = model is not None
+        # What fully_shard leaves out (ignored_params) is reduced by the program, if by anybody.
+        self._sharded = model is not None and any(True for _ in units(model))
         self._ranks: int | None = None
         self._norms: dict[Any, list[Tensor]] = defaultdict(list)
         # One object for all parameters of a step: comparing it with itself costs nothing.
@@ -236,7 +238,7 @@ class ReleasedSteps:
 
     def _is_left(self, parameter: Any) -> bool:
         """Whether the gradient is still to be reduced: a step now would use one rank's part."""
-        if self._reduced and not is_dtensor(parameter):
+        if (self._reduced or self._sharded) and not is_dtensor(parameter):
             return True
         if self._shown:
             return False
