@@ -211,7 +211,7 @@ def test_a_compiled_model_reads_data_in_one_graph():
 
 def test_steps_before_which_nobody_asked_look_at_nothing(monkeypatch):
     p, optimizer = make()
-    monkeypatch.setattr(data_writes.DataWatch, "_lower_bytes", None)
+    monkeypatch.setattr(data_writes.DataWatch, "lower_bytes", None)
     take_step(optimizer, p)
 
 
