@@ -71,7 +71,7 @@ def inside_step() -> Iterator[None]:
     For training loops that enter autocast themselves, or turn it off for a layer.
 
     Example:
-        >>> net = carry_autocast(torch_bf16.cast_model(torch.nn.Linear(4, 4)))
+        >>> net = torch_bf16.carry_autocast(torch_bf16.cast_model(torch.nn.Linear(4, 4)))
         >>> with inside_step(), torch.autocast("cpu", enabled=False):
         ...     net.weight.dtype, net(torch.ones(4, dtype=torch.bfloat16)).isfinite().all().item()
         (torch.bfloat16, True)
