@@ -297,6 +297,10 @@ REFUSED = {
         constructor(torch.optim.SGD, differentiable=True),
         {}, NotImplementedError, "differentiable=True in parameter group 0 is not supported",
     ),
+    "differentiable-copies": (
+        constructor(torch.optim.Adamax, differentiable=True),
+        {}, NotImplementedError, "made with differentiable=True.*on copies. Leave that option out",
+    ),
     "recipe": (
         torch.optim.AdamW, {"recipe": "bf16"},
         ValueError, "unknown recipe 'bf16'; known recipes: bf16-stochastic, bf16-fp32-master",
@@ -331,7 +335,7 @@ def test_what_is_refused_says_why_and_keeps_torchs_own_step(what):
     assert type(optimizer) is type(twin)
     assert vars(optimizer) == attributes
     assert {p: dict(s) for p, s in optimizer.state.items()} == state
-    if what in ("differentiable", "state-shape"):
+    if what in ("differentiable", "differentiable-copies", "state-shape"):
         return  # these cannot step in torch either
     before = [bits(p) for p in optimizer.param_groups[0]["params"]]
     for each in (optimizer, twin):

@@ -109,6 +109,11 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return "it evaluates the closure several times per step, outside any update rule"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it updates what sparse gradients touch, and gradients here are dense"
+    if optimizer.defaults.get("differentiable"):
+        return (
+            "it was made with differentiable=True, and nothing can be differentiated through steps "
+            "on copies. Leave that option out"
+        )
     by_parameter = isinstance(getattr(optimizer, "optimizer_dict", None), Mapping)
     if by_parameter or type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
