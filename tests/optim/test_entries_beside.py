@@ -1,5 +1,6 @@
 """What a state holds that the rule does not use: the user's entries, a momentum that is off."""
 
+import copy
 import pickle
 
 import pytest
@@ -44,6 +45,17 @@ def test_an_entry_before_the_first_step_is_saved():
     optimizer = torch_bf16.NAdam([nn.Parameter(torch.ones(4, 4).to(BF16))])
     optimizer.state[optimizer.param_groups[0]["params"][0]]["note"] = "kept"
     assert optimizer.state_dict()["state"] == {0: {"note": "kept"}}
+
+
+@pytest.mark.parametrize("kind", [torch_bf16.AdamW, torch_bf16.NAdam, torch_bf16.Adagrad])
+def test_an_entry_of_the_whole_optimizer_is_loaded_and_copied(kind):
+    optimizer, _ = begun(kind)
+    optimizer.state["rounds"] = 3
+    other, _ = begun(kind)
+    other.load_state_dict(optimizer.state_dict())
+    for each in (other, copy.deepcopy(optimizer)):
+        step(each, 2)
+        assert each.state["rounds"] == 3
 
 
 def test_an_entry_that_is_replaced_at_every_step_is_planned_for_once():

@@ -210,14 +210,6 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         ours = {key: value for key, value in state.items() if key != "mu_product"}
         return super()._complete(ours, *arguments)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's NAdam.__setstate__ expects mu_product in every state.
-        for own in dict.values(state["state"]):
-            own["mu_product"] = torch.ones((), device="cpu")
-        super().__setstate__(state)
-        for own in dict.values(self.state):
-            own.pop("mu_product", None)
-
     def state_dict(self) -> dict[str, Any]:
         """The state dict as for other optimizers, plus torch's ``mu_product`` of each parameter."""
         state_dict = super().state_dict()

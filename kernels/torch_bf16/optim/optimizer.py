@@ -351,18 +351,16 @@ class BF16Optimizer(torch.optim.Optimizer):
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # In copies, torch's classes look for a step in each state: a frozen weight's has none.
-        copied = "_engine" in state  # else torch calls this for a state dict
-        super().__setstate__({**state, "state": States(dict)} if copied else state)
-        if copied:
-            self.state = state["state"]
+        # torch's classes look for a step in each entry: a frozen weight's has none, nor a user's.
+        super().__setstate__({**state, "state": States(dict)})
+        states = state["state"]
+        self.state = states if isinstance(states, States) else States(dict, states)
+        if "_engine" in state:  # of a copy; else torch calls this for a state dict
             self.observers = []
             look_for_writes(self)
             inherited_masters.register(self)
             accumulate_as(self.recipe, self)
             release_as(self._engine.release_options, self)
-        elif not isinstance(self.state, States):
-            self.state = States(dict, self.state)
 
     def label(self, group: int, position: int) -> str:
         """A parameter as messages describe it: its name if known, its place, shape and dtype."""
