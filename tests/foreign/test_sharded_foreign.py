@@ -13,6 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 STOCHASTIC, EXACT = RECIPES
 CASES = [
@@ -100,15 +106,34 @@ def trained_under_fsdp1(recipe, resumed):
     """What looks at single elements goes through FSDP1, too."""
     run = foreign_run(FSDP1, "amsgrad", recipe).train(range(STEPS // 2))
     if resumed:
-        states = get_optimizer_state_dict(run.model, run.optimizer)
-        weights = run.model.state_dict()
+        before, weights = run, run.model.state_dict()
         run = foreign_run(FSDP1, "amsgrad", recipe)
         run.model.load_state_dict(weights)
-        set_optimizer_state_dict(run.model, run.optimizer, states)
+        RESUMED[resumed](before, run)
     return run.train(range(STEPS // 2, STEPS)).parts()
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["straight", "resumed"])
+def from_every_rank(before, after):
+    states = get_optimizer_state_dict(before.model, before.optimizer)
+    set_optimizer_state_dict(after.model, after.optimizer, states)
+
+
+def from_rank_0(before, after):
+    """As Accelerate does: the states of all ranks are saved and loaded by one of them."""
+    # torch itself reads freed memory where it offloads to the CPU what is there.
+    config = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    full = StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config
+    with FSDP.state_dict_type(before.model, *full):
+        states = FSDP.optim_state_dict(before.model, before.optimizer)
+    with FSDP.state_dict_type(after.model, *full):
+        states = FSDP.optim_state_dict_to_load(after.model, after.optimizer, states)
+    after.optimizer.load_state_dict(states)
+
+
+RESUMED = {"resumed": from_every_rank, "resumed-from-rank-0": from_rank_0}
+
+
+@pytest.mark.parametrize("resumed", ["", *RESUMED], ids=["straight", *RESUMED])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps_on_elements_go_through_fsdp1(ranks, recipe, resumed):
     found = ranks(FSDP1.world, trained_under_fsdp1, recipe, resumed)

@@ -159,6 +159,9 @@ def gatherable(
         planes: names of the planes that their formats keep beside them.
     """
     gathered = fp32_numbers(state)
+    if COUNTER in gathered:
+        # FSDP1 sends states that only rank 0 has, and takes each for a tensor.
+        gathered[COUNTER] = torch.tensor(gathered[COUNTER], device="cpu")
     stand_in = torch.full_like(parameter, torch.nan, dtype=torch.float32)
     for key in names:
         value = gathered.setdefault(key, stand_in)
