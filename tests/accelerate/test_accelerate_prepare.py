@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from types import MethodType
 
 import pytest
 import torch
@@ -194,7 +193,6 @@ def test_hooks_that_come_and_go_leave_a_model_as_it_was(
         accelerator.prepare(model.eval())
     in_fp32 = copy.deepcopy(model).float()
     assert torch.equal(in_fp32(x), copy.deepcopy(plain).float()(x))
-    assert type(in_fp32.up._old_forward) is MethodType
     for _ in range(2):
         assert torch.equal(model(x), plain(x))
         assert torch.equal(model.batch_norm(model.up(x)), plain.batch_norm(plain.up(x)))
