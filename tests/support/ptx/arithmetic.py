@@ -19,7 +19,7 @@ TYPES = {
 }  # fmt: skip
 _FORMS = re.compile(
     r"""(add|sub|mul)(\.rn)?\.f(32|64|32x2) | (div|sqrt|fma)\.rn\.f(32|64|32x2)
-    | (rcp|rsqrt)\.approx\.ftz\.f32 | (neg|abs)\.f(32|64|32x2) | (min|max)\.f(32|64)
+    | (rcp|rsqrt)\.approx\.ftz\.f32 | (neg|abs)\.f(32|64|32x2) | (min|max|copysign)\.f(32|64)
     | (add|sub|min|max|div)\.[su](16|32|64) | (neg|abs)\.s(16|32|64)
     | (mul|mad)\.lo\.[su](16|32|64) | (mul|mad)\.wide\.[su](16|32)
     | (and|or|xor|not)\.(pred|b16|b32|b64) | shl\.b(16|32|64) | shr\.[su](16|32|64)
@@ -204,7 +204,8 @@ _OPERATIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "sqrt": np.sqrt,
     "fma": fma, "mad": lambda a, b, c: a * b + c,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "neg": np.negative, "abs": _magnitude, "mov": lambda x: x,
+    "neg": np.negative, "abs": _magnitude, "copysign": lambda sign, x: np.copysign(x, sign),
+    "mov": lambda x: x,
     "max": _extreme(np.fmax, np.bitwise_and), "min": _extreme(np.fmin, np.bitwise_or),
     "shl": _shift(np.left_shift), "shr": _shift(np.right_shift), "bfe": _bit_field,
     "prmt": _permuted, "selp": lambda a, b, p: np.where(p, a, b),
