@@ -161,6 +161,7 @@ def test_a_weight_that_changes_before_the_backward_pass_is_noticed():
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.11 hides its own
 def test_a_compiled_model_computes_in_fp32_in_one_graph():
     net, _ = prepared()
     expected = net(IDS)

@@ -38,7 +38,7 @@ def test_nothing_is_recorded_where_nothing_is_profiled(optimizer, monkeypatch):
 
     monkeypatch.setattr(torch.autograd.profiler, "record_function", fail)
     optimizer.step()
-    with torch.profiler.profile(), pytest.raises(AssertionError, match=NAME):
+    with torch.profiler.profile(acc_events=True), pytest.raises(AssertionError, match=NAME):
         optimizer.step()
 
 
