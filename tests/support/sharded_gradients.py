@@ -11,7 +11,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     SequenceParallel,
@@ -106,7 +106,9 @@ def run_wire_over_tensor_parallelism():
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
     model = torch_bf16.cast_model(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)))
-    parallelize_module(model, mesh["tp"], {"0": SequenceParallel(), "1": ColwiseParallel()})
+    parallelize_module(
+        model, mesh["tp"], {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
+    )
     fully_shard(model, mesh=mesh["dp"])
     reduced_as_it_is(model)
 
