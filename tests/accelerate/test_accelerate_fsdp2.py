@@ -64,8 +64,8 @@ def trained(ranks):
     ],
 )
 def test_what_accelerate_does_around_sharding_changes_no_bit(ranks, trained, around, mode):
-    if around == "compiled" and torch.__version__ < "2.8":
-        pytest.skip("what torch 2.7 compiles has other bits, in stock bf16 as well")
+    if around == "compiled" and torch.__version__ < "2.12":
+        pytest.skip("what torch 2.7 and 2.11 compile has other bits, in stock bf16 as well")
     found = ranks(2, on_ranks.trained, mode, around)
     for (losses, numbers), (known, expected) in zip(found, trained(mode), strict=True):
         assert losses == known

@@ -242,7 +242,13 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
         (["8B", "--optimizer", "1 + 1"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),
         (["mine_to_estimate:make", "--batch", "8x7"], "took no step over a batch of (8, 7)"),
-        (["mine_to_estimate:words", "--batch", "8x7"], "unless said: --batch 8x7:int64"),
+        pytest.param(
+            ["mine_to_estimate:words", "--batch", "8x7"],
+            "unless said: --batch 8x7:int64",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.12", reason="torch 2.11 traces embeddings of fp32 ids"
+            ),
+        ),
         (["torch.nn:Identity", "--batch", "8x7"], "is a model without trainable parameters"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
