@@ -182,6 +182,27 @@ def test_it_rests_while_an_fp32_average_is_in_the_model(evaluate, compute):
     assert torch.equal(net(X)["out"][0], before)
 
 
+def test_after_float_the_dtype_under_autocast_is_that_of_any_model():
+    net = carried().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(X)["out"][0].dtype == torch.bfloat16
+
+
+class StatesApart(Net):
+    """Makes its copies itself, but of their states apart, as PyroModule does."""
+
+    def __reduce__(self):
+        return StatesApart, (), self.__dict__
+
+
+def test_the_forward_of_a_copy_knows_its_module_where_states_come_apart():
+    net = torch_bf16.carry_autocast(torch_bf16.cast_model(StatesApart()))
+    for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert again.forward.__self__ is again
+        again.forward = lambda x, own=again.forward: own(x)
+        assert torch.equal(again(X)["out"][0], net(X)["out"][0])
+
+
 class ReducesItself(Net):
     """As StyleGAN's persistence makes it of each class: it is made from its state."""
 

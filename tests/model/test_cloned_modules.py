@@ -99,3 +99,13 @@ def test_a_part_in_fp32_is_still_compiled_without_a_break():
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(compiled(X), net(X))
+
+
+def test_a_clone_of_a_copy_in_fp32_computes_with_its_own_weights():
+    net = torch_bf16.carry_autocast(make()).float()
+    clone = clone_of(copy.deepcopy(net))
+    assert torch.equal(clone(X), net(X))
+    with torch.no_grad():
+        for each in weights_of(clone):
+            each.zero_()
+    assert not clone(X).count_nonzero()

@@ -68,3 +68,16 @@ def test_a_weight_that_several_were_made_of_is_stored_as_they_were(compute):
     remove_parametrizations(model[0], "weight")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.allclose(model(X), before, atol=0.02)
+
+
+class AsComplex(nn.Module):
+    def forward(self, weight):
+        return torch.complex(weight.float(), weight.float().flip(-1))
+
+
+def test_a_complex_weight_stays_complex_where_it_is_read():
+    layer = torch_bf16.cast_model(nn.Linear(4, 4))
+    nn.utils.parametrize.register_parametrization(layer, "weight", AsComplex(), unsafe=True)
+    plain: Any = layer.weight
+    torch_bf16.carry_autocast(layer)
+    assert torch.equal(layer.weight, plain)

@@ -27,14 +27,16 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
     """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
 
     Called where autocast is off, or is to fp16, as ``torch.autocast("cuda")`` is, ``forward``
-    enters its own and returns fp32, or, if a weight is parametrized, that weight in the dtype in
-    which it is stored; within another forward, or under autocast to bf16, only what the whole model
-    returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast inside an autocast
-    to bf16. While no parameter is bf16, after ``model.float()`` or inside a
+    enters its own and returns fp32; within another forward, or under autocast to bf16, only what
+    the whole model returns becomes fp32. With ``compute="fp32"`` it also enters its own autocast
+    inside an autocast to bf16. A parametrized weight is computed likewise, and returned in the
+    dtype in which it is stored. While no parameter is bf16, after ``model.float()`` or inside a
     ``torch.func.functional_call`` with fp32 weights, the module's own ``forward`` runs as it is.
-    Hooks of Accelerate (``dispatch_model``) may come and go, before the call or after it. Copies
-    and pickles keep it, and need this package where they are loaded, unless no parameter is bf16;
-    state dicts do not contain it.
+
+    Hooks of Accelerate (``dispatch_model``) may come and go, before the call or after it. State
+    dicts do not contain it; copies and pickles keep it, and need this package where they are
+    loaded. The pickle of a model without bf16 parameters does not, but each ``forward`` in it is
+    bound to its module: do not clone the loaded one by its ``__dict__``, as meta-learning does.
 
     Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
     tuples, lists, dicts, tensordicts and outputs of transformers and diffusers; and in dataclasses,

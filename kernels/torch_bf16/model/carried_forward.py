@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
@@ -59,6 +60,8 @@ _NO_MODULE = (
     "this is the forward of a copy that has not been called yet, and whose class copies or pickles "
     "itself in its own way. Call the copy itself, model(x), or carry_autocast(model) first"
 )
+
+_FREED = "the module whose forward this is no longer exists: keep a reference to the module"
 
 _calls = _Calls()
 _traced = _Traced()
@@ -154,6 +157,18 @@ class CarriedForward:
             return getattr, (module, "forward")  # that of its class
         return _blank, (), {**self.__dict__, "_module": module}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CarriedForward:
+        # Also of an fp32 model, whose copy must not have a method that is bound: others copy the
+        # instance's __dict__ for weights of their own.
+        module: Any = self._module()
+        copied = memo.get(id(module))
+        if copied is None and not _reduces_itself(module):
+            copied = copy.deepcopy(module, memo)
+        made = memo[id(self)] = _blank()
+        rest = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_module"}
+        made.__setstate__({**rest, "_module": copied})
+        return made
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         module = state["_module"]
         self.__dict__.update(state, _module=_unknown if module is None else weakref.ref(module))
@@ -170,7 +185,7 @@ class CarriedForward:
             _separate(called)
             return called.forward(*args, **kwargs)
         if module is None:
-            raise RuntimeError(_NO_MODULE)
+            raise RuntimeError(_NO_MODULE if self._module is _unknown else _FREED)
         _calls.within = True
         try:
             return _call(self, module, args, kwargs)
@@ -185,7 +200,7 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
     if _is_inside(carried, module):
         outputs = forward(*first, *args, **kwargs)
         widens = carried._is_outermost and carried.compute != "bf16"
-        return map_tensors(widen, outputs) if widens else outputs
+        return map_tensors(widen, outputs) if widens and has_bf16(module) else outputs
     if not has_bf16(module):
         before, _calls.at_rest = _calls.at_rest, {*map(id, module.modules())}
         try:
@@ -199,7 +214,7 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(module, ParametrizationList) and module._parameters:
         # As stored: remove_parametrizations puts it where other weights are bf16.
         original: Any = next(iter(module._parameters.values()))
-        return outputs.to(original.dtype)
+        return outputs.to(original.dtype) if outputs.is_floating_point() else outputs
     return map_tensors(widen, outputs)
 
 
@@ -319,10 +334,15 @@ def _unknown() -> None:
 
 
 def _reduces_itself(module: nn.Module | None) -> bool:
-    # Such a class, as StyleGAN's persistence makes it of each, may be made from its state: what is
-    # in the state is copied before there is a module that it could name.
-    cls = type(module)
-    return cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__
+    """Whether copies are made of the state: what is in it comes before the module that it names.
+
+    StyleGAN's persistence makes such a class of each.
+    """
+    cls, stock = type(module), object
+    if cls.__reduce__ is stock.__reduce__ and cls.__reduce_ex__ is stock.__reduce_ex__:
+        return False
+    reduced = module.__reduce_ex__(2)
+    return len(reduced) < 3 or reduced[2] is None
 
 
 def has_bf16(module: nn.Module) -> bool:
