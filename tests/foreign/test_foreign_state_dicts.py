@@ -80,6 +80,29 @@ def test_steps_that_older_versions_of_torch_kept_as_numbers_are_loaded(name):
     assert all(map(torch.equal, exact_weights(model, optimizer), expected))
 
 
+class ReadsItsStates(Momentum):
+    """Refuses states that are not of its weights' dtype, as those that a recipe stores are not."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for p, own in self.state.items():
+            if own["momentum_buffer"].dtype != p.dtype:
+                raise RuntimeError(f"{own['momentum_buffer'].dtype} beside {p.dtype}")
+
+
+def test_states_of_today_are_not_shown_to_a_class_that_may_expect_other_dtypes():
+    model, optimizer = make_run(ReadsItsStates, "bf16-fp32-master")
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(3, 6))
+    expected = exact_weights(model, optimizer)
+    model, optimizer = make_run(ReadsItsStates, "bf16-fp32-master", seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, range(3, 6))
+    assert all(map(torch.equal, exact_weights(model, optimizer), expected))
+
+
 def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplog):
     model, optimizer = make_run(LoadsByItself, "bf16-fp32-master")
     train(model, optimizer, range(3))

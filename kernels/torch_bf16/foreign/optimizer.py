@@ -171,7 +171,7 @@ class ForeignOptimizer(BF16Optimizer):
         self._complete_older_states()
 
     def _complete_older_states(self) -> None:
-        """Let the class read states of its older versions: numbers where tensors are now, say.
+        """Let the class read states of its older versions, with numbers where tensors are now.
 
         It does so in ``__setstate__``, which torch's ``load_state_dict`` has called before the
         states were there.
@@ -181,6 +181,15 @@ class ForeignOptimizer(BF16Optimizer):
         # It looks for its own in each state, and a frozen weight's may hold a master alone.
         states, none = self.state, {COUNTER, *MASTERS}
         own = {k: v for k, v in dict.items(states) if not isinstance(v, dict) or v.keys() - none}
+        numbers = (
+            isinstance(each, (int, float))
+            for state in own.values()
+            if isinstance(state, dict)
+            for key, each in state.items()
+            if key != COUNTER
+        )
+        if not any(numbers):
+            return
         try:
             self.torch_class.__setstate__(self, {"state": own, "param_groups": self.param_groups})
         except KeyError:
