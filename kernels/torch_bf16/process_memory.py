@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from torch import Tensor
 
 __all__ = ["share_like"]
@@ -23,6 +25,8 @@ def share_like(new: Tensor, old: Tensor) -> Tensor:
         >>> share_like(torch.zeros(2), torch.zeros(2).share_memory_()).is_shared()
         True
     """
+    if multiprocessing.parent_process() is not None:
+        return new  # it was sent here; what replaces it is this process's alone
     # All memory of GPUs counts as shared, and so does that of a file.
     plain = type(new) is Tensor and type(old) is Tensor and new.is_cpu and old.is_cpu
     if plain and old.is_shared() and old.untyped_storage().filename is None:

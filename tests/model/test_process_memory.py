@@ -60,3 +60,12 @@ def test_weights_in_private_memory_and_those_of_a_file_stay_out_of_shared_memory
     assert model.weight.is_shared()
     torch_bf16.cast_model(model)
     assert not any(p.is_shared() for p in model.parameters())
+
+
+def test_what_was_sent_to_another_process_is_cast_for_that_process_alone(monkeypatch):
+    model = nn.Linear(8, 8)
+    model.share_memory()
+    # Launchers send models so, to processes which then train replicas.
+    monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    torch_bf16.cast_model(model)
+    assert not any(p.is_shared() for p in model.parameters())
