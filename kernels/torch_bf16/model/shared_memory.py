@@ -36,7 +36,8 @@ def refuse_tied(model: nn.Module, changed: Collection[Tensor]) -> None:
             f"parameters {one!r} and {other!r} lie over the same memory, which ties them; the cast "
             "gives each memory of its own, and they would be trained apart. Tie them by giving "
             "both modules one parameter, one.weight = other.weight, or, transposed, compute with "
-            "other.weight.t() in forward(). Nothing was changed"
+            "other.weight.t() in forward(); or, for evaluation alone, call model.requires_grad_("
+            "False) first. Nothing was changed"
         )
 
 
