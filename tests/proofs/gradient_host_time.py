@@ -44,7 +44,9 @@ class Rows:
     def __init__(self, backend: str, count: int) -> None:
         self.seconds: dict[str, float] = {}
         summing = torch_bf16.get_recipe("bf16-stochastic", accumulate="bf16_stochastic")
-        self.plain, self.summed, self.freed, self.clipped = (parameters_of(count) for _ in range(4))
+        self.plain, self.summed, self.freed, self.clipped = (
+            parameters_of(count, "cpu") for _ in range(4)
+        )
         self.sums = torch_bf16.AdamW(self.summed, recipe=summing, backend=backend)
         self.release = torch_bf16.AdamW(self.freed, backend=backend)
         torch_bf16.release_gradients(torch.nn.ParameterList(self.freed), self.release)
