@@ -13,6 +13,8 @@ def share_like(new: Tensor, old: Tensor) -> Tensor:
     """Share a tensor with other processes if the one that it replaces is shared by them.
 
     Otherwise each process would train weights of its own, and the common ones would never change.
+    In a process that another one has started nothing is shared: launchers send models there, which
+    become replicas, and no other process could know the new memory.
 
     Args:
         new: the tensor that takes the place of ``old``; moved into shared memory in place.
@@ -26,7 +28,7 @@ def share_like(new: Tensor, old: Tensor) -> Tensor:
         True
     """
     if multiprocessing.parent_process() is not None:
-        return new  # it was sent here; what replaces it is this process's alone
+        return new
     # All memory of GPUs counts as shared, and so does that of a file.
     plain = type(new) is Tensor and type(old) is Tensor and new.is_cpu and old.is_cpu
     if plain and old.is_shared() and old.untyped_storage().filename is None:
