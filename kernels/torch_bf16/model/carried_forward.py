@@ -338,8 +338,8 @@ def _reduces_itself(module: nn.Module | None) -> bool:
 
     StyleGAN's persistence makes such a class of each.
     """
-    cls, stock = type(module), object
-    if cls.__reduce__ is stock.__reduce__ and cls.__reduce_ex__ is stock.__reduce_ex__:
+    cls = type(module)
+    if cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__:
         return False
     reduced = module.__reduce_ex__(2)
     return len(reduced) < 3 or reduced[2] is None
