@@ -20,6 +20,14 @@ from optimizer_cases import bits
 import torch_bf16
 
 
+def resume(kind, recipe, saved):
+    """A run with other weights, which loads those of another model and its optimizer's states."""
+    model, optimizer = make_run(kind, recipe, seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return model, optimizer
+
+
 @pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
 @pytest.mark.parametrize("anew", [True, False], ids=["new", "goes back"])
 def test_a_class_that_loads_without_torchs_hooks_resumes_bit_for_bit(recipe, anew):
@@ -51,9 +59,7 @@ def test_states_that_a_class_casts_once_they_are_loaded_keep_their_bits():
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, range(3, 6))
     expected = exact_weights(model, optimizer)
-    model, optimizer = make_run(CastsWhatItHasLoaded, "bf16-fp32-master", seed=1)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    model, optimizer = resume(CastsWhatItHasLoaded, "bf16-fp32-master", saved)
     dtypes = {each["momentum_buffer"].dtype for each in optimizer.state.values()}
     assert dtypes == {torch.float32}
     train(model, optimizer, range(3, 6))
@@ -96,9 +102,7 @@ def test_states_of_today_are_not_shown_to_a_class_that_may_expect_other_dtypes()
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, range(3, 6))
     expected = exact_weights(model, optimizer)
-    model, optimizer = make_run(ReadsItsStates, "bf16-fp32-master", seed=1)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    model, optimizer = resume(ReadsItsStates, "bf16-fp32-master", saved)
     train(model, optimizer, range(3, 6))
     assert all(map(torch.equal, exact_weights(model, optimizer), expected))
 
@@ -125,9 +129,7 @@ def test_what_is_counted_in_the_state_is_saved_resumed_and_copied():
     assert optimizer.state["k"].tolist() == [4]
     assert torch_bf16.fp32_optimizer_state_dict(optimizer)["state"]["k"].tolist() == [4]
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    resumed, other = make_run(CountsInState, "bf16-stochastic", seed=1)
-    resumed.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
+    resumed, other = resume(CountsInState, "bf16-stochastic", saved)
     copied, third = pickle.loads(pickle.dumps((model, optimizer)))
     for each in ((model, optimizer), (resumed, other), (copied, third)):
         train(*each, range(3, 6))
@@ -310,9 +312,7 @@ def test_codes_of_the_classes_own_stay_codes(moment):
     for run in ((fp32, reference), (model, optimizer)):
         train(*run, range(3))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    model, optimizer = make_run(Codes, recipe, seed=1)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    model, optimizer = resume(Codes, recipe, saved)
     for run in ((fp32, reference), (model, optimizer)):
         train(*run, range(3, 6))
     assert all(map(torch.equal, exact_weights(model, optimizer), fp32.parameters()))
