@@ -18,7 +18,7 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 # Each row may import the rows above it. Names within one row do not know each other, but a package
 # is one name: its files may import one another. There are at most twelve rows.
 LAYERS = (
-    ("errors", "living", "numerics", "parameters", "process_memory", "rules", "torch_patches"),
+    ("errors", "living", "memory", "numerics", "parameters", "rules", "torch_patches"),
     ("sharding", "formats", "argument_checks"),
     ("recipe", "backends"),
     ("engine", "environment"),

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for, optimizers_for, owners, warn_of_left_out
+from torch_bf16.memory import span
 from torch_bf16.sharding import any_flattened, local, reshard, units
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import fp32_numbers, from_view
@@ -66,12 +67,12 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
     with _in_place(model, exact) as replaced:
         # The module's own kind of dictionary, which has the versions of its parts.
         weights = model.state_dict()
-    buffers = {*map(_addresses, model.buffers())}
+    buffers = {span(local(each)) for each in model.buffers()}
     rounded = [each for each in {*replaced, *of_parameters} if each.dtype == torch.bfloat16]
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             continue
-        if value.dtype == torch.bfloat16 and _addresses(value) not in buffers:
+        if value.dtype == torch.bfloat16 and span(local(value)) not in buffers:
             _check_not_rounded(model, name, value, rounded)
         weights[name] = value.detach()
     return weights
@@ -107,9 +108,9 @@ def _check_not_rounded(
     model: nn.Module, name: str, value: Tensor, parameters: Iterable[Tensor]
 ) -> None:
     """Refuse a value in the memory of a bf16 weight that no module has as its parameter."""
-    first, last = _addresses(value)
+    first, last = span(local(value))
     for each in parameters:
-        start, stop = _addresses(each)
+        start, stop = span(local(each))
         if max(first, start) < min(last, stop):
             raise NotImplementedError(
                 f"fp32_state_dict: state_dict() of this {type(model).__name__} has {name!r} in "
@@ -118,13 +119,6 @@ def _check_not_rounded(
                 "register_parameter() before the model is cast, or read it by "
                 "optimizer.exact_weight(parameter)"
             )
-
-
-def _addresses(tensor: Tensor) -> tuple[int, int]:
-    memory = local(tensor)
-    start = 0 if memory.is_meta else memory.data_ptr()
-    reach = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
-    return start, start + (reach + 1) * memory.element_size() if start and memory.numel() else start
 
 
 def fp32_optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.memory import share_like
 from torch_bf16.model.remainders import find_remainder
 from torch_bf16.optim.loading import read_placed
 from torch_bf16.optim.optimizer import BF16Optimizer
@@ -20,7 +21,6 @@ from torch_bf16.optim.overview import placed
 from torch_bf16.optim.shared_states import pass_on
 from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.parameters import parameters_of
-from torch_bf16.process_memory import share_like
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import Shard, register, shard_of
 from torch_bf16.sharding.zero_redundancy import ZeroNames

@@ -18,12 +18,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.errors import warn
+from torch_bf16.memory import share_like
 from torch_bf16.model import remainders
-from torch_bf16.process_memory import share_like
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import has_run, units
 
 from . import cast_modules
+from .aliases import Alias, refuse_tied
 from .autocast import fill_gaps, widen
 from .blended_weights import watch_blends
 from .carried_autocast import carry_autocast, check_scripted
@@ -41,7 +42,6 @@ from .kept_fp32 import is_narrow, is_plain, kept, staying_ids
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
-from .shared_memory import SharedMemory, refuse_tied
 from .slow_products import warn_slow_products
 from .unconverted import warn_unconverted
 
@@ -99,7 +99,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     _warn_of_buffers([gradient for _, gradient in gradients])
     hooks = NodeHooks.of(changed.values())
-    shared = SharedMemory.of(model, changed.values())
+    aliases = Alias.of(model, changed.values())
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():
         parameter.grad = None
@@ -128,7 +128,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             parameter.grad = gradient.to(parameter.dtype)
         for each in hooks:
             each.pass_on()
-        for each in shared:
+        for each in aliases:
             each.restore()
         remainders.remember(model, bits_of)
     cast_modules.note(model, recipe, to_bf16, in_bf16, {id(p) for p in asked})

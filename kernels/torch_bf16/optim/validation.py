@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import Label, StateMismatchError, prefix_errors
-from torch_bf16.parameters import over_same_memory
+from torch_bf16.memory import over_same_memory
 from torch_bf16.sharding import Shard, missing_memory, shard_of
 
 __all__ = [

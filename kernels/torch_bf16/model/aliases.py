@@ -16,11 +16,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from torch_bf16.errors import warn
-from torch_bf16.parameters import over_same_memory
+from torch_bf16.memory import over_same_memory, span
 
 from .watched_weight import is_plain
 
-__all__ = ["SharedMemory", "refuse_tied"]
+__all__ = ["Alias", "refuse_tied"]
 
 
 def refuse_tied(model: nn.Module, changed: Collection[Tensor]) -> None:
@@ -41,24 +41,24 @@ def refuse_tied(model: nn.Module, changed: Collection[Tensor]) -> None:
         )
 
 
-class SharedMemory(NamedTuple):
-    """A tensor that is all of a weight's memory, as it was before the weight's dtype changed.
+class Alias(NamedTuple):
+    """A tensor that was all of a weight's memory before the weight's dtype changed.
 
     Attributes:
-        follower: a buffer or a frozen parameter.
+        tensor: a buffer or a frozen parameter.
         weight: the weight that moves it.
     """
 
-    follower: Tensor
+    tensor: Tensor
     weight: Tensor
 
     @classmethod
-    def of(cls, model: nn.Module, changed: Collection[Tensor]) -> list[SharedMemory]:
+    def of(cls, model: nn.Module, changed: Collection[Tensor]) -> list[Alias]:
         """The buffers and frozen parameters that are to share memory with a weight again.
 
         Warns of one that shares only a part, such as a row in which many weights lie.
         """
-        weights = sorted((_span(p), id(p), p) for p in changed if is_plain(p) and p.numel() > 0)
+        weights = sorted((span(p), id(p), p) for p in changed if is_plain(p) and p.numel() > 0)
         starts = [start for (start, _), _, _ in weights]
         numbers = {number for _, number, _ in weights}
         frozen = [
@@ -71,7 +71,7 @@ class SharedMemory(NamedTuple):
         for name, each in (*buffers, *frozen) if weights else ():
             if not is_plain(each) or each.numel() == 0:
                 continue
-            start, end = _span(each)
+            start, end = span(each)
             found = weights[max(bisect_left(starts, start) - 1, 0) : bisect_left(starts, end)]
             for (_, weight_end), _, weight in found:
                 if id(each) in numbers and not weight.requires_grad:
@@ -92,15 +92,8 @@ class SharedMemory(NamedTuple):
 
     def restore(self) -> None:
         """Let it be the weight's memory again."""
-        if self.follower.data_ptr() != self.weight.data_ptr():
-            self.follower.data = self.weight.data
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first element to behind the last one."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+        if self.tensor.data_ptr() != self.weight.data_ptr():
+            self.tensor.data = self.weight.data
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -1,0 +1,84 @@
+"""The memory of tensors: where it lies, and which tensors or processes share it."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import Tensor
+
+__all__ = ["over_same_memory", "share_like", "span"]
+
+_T = TypeVar("_T")
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element and of the byte behind its last one.
+
+    They are equal for a tensor without elements, and 0 for one without memory.
+
+    Example:
+        >>> matrix = torch.zeros(4, 2)
+        >>> start, end = span(matrix[:, 0])
+        >>> end - start  # bytes: from the first of 8 numbers to the seventh
+        28
+    """
+    start = 0 if tensor.is_meta else tensor.data_ptr()
+    if not start or not tensor.numel():
+        return start, start
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def over_same_memory(tensors: Iterable[tuple[_T, Tensor]]) -> Iterator[tuple[_T, _T]]:
+    """The pairs of tensors that begin at the same address, or overlap and are contiguous.
+
+    Others may lie between each other, as columns of a matrix do. The pairs are of neighbours in
+    memory.
+
+    Args:
+        tensors: what is returned for each tensor, and the tensor.
+
+    Example:
+        >>> weight = torch.zeros(2, 3)
+        >>> list(over_same_memory([("encoder", weight), ("decoder", weight.t())]))
+        [('encoder', 'decoder')]
+    """
+    spans = []
+    for key, each in tensors:
+        start, end = span(each)
+        if start < end:
+            spans.append((str(each.device), start, end if each.is_contiguous() else start + 1, key))
+    spans.sort(key=lambda each: each[:2])
+    for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            yield one, other
+
+
+def share_like(new: Tensor, old: Tensor) -> Tensor:
+    """Share a tensor with other processes if the one that it replaces is shared by them.
+
+    Otherwise each process would train weights of its own, and the common ones would never change.
+    In a process that another one has started nothing is shared: launchers send models there, which
+    become replicas, and no other process could know the new memory.
+
+    Args:
+        new: the tensor that takes the place of ``old``; moved into shared memory in place.
+        old: a tensor, which ``share_memory_()`` may have moved there.
+
+    Returns:
+        ``new``.
+
+    Example:
+        >>> share_like(torch.zeros(2), torch.zeros(2).share_memory_()).is_shared()
+        True
+    """
+    if multiprocessing.parent_process() is not None:
+        return new
+    # All memory of GPUs counts as shared, and so does that of a file.
+    plain = type(new) is Tensor and type(old) is Tensor and new.is_cpu and old.is_cpu
+    if plain and old.is_shared() and old.untyped_storage().filename is None:
+        new.share_memory_()
+    return new
