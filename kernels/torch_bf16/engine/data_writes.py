@@ -10,8 +10,7 @@ reads ``.data``, this costs nothing.
 The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
 ``p.data.clone()``, moves the weight, and restores it. ``p.copy_()`` saves them, too: an evaluation
 may copy an average into the model, also by ``load_state_dict``, and then the trained weights back.
-So does DDP, which sends one rank's weights to all when it wraps a model and when ``join()`` ends: a
-rank that has those weights keeps its masters, and a warning names one that does not.
+So does DDP, which sends one rank's weights to all: a rank that has them keeps its masters.
 If a weight is written in another way before any bytes are saved, they are saved after each step
 from then on, until nobody has written the weight for some steps: a program may clamp a weight after
 each step, and LookSAM and Lookahead write it at every fifth or tenth.
@@ -19,20 +18,18 @@ each step, and LookSAM and Lookahead write it at every fifth or tenth.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import distributed
 from torch.utils.weak import TensorWeakRef
 
-from torch_bf16.errors import warn_once
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
-from torch_bf16.torch_patches import Replacement, is_enabled
+from torch_bf16.torch_patches import is_enabled
+
+from .intercepted_writes import intercept, observe
 
 __all__ = [
     "REMAINDERS",
@@ -46,13 +43,8 @@ __all__ = [
 REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits are meaningless once the weight is written."""
 
-# The watches of all optimizers over a parameter, by its id: torch.utils.swap_tensors refuses
-# tensors that have weak references.
-_watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
 _touched: WeakSet[DataWatch] = WeakSet()
 
-# What DDP calls to send one rank's weights to all.
-_SYNC = "_sync_module_states"
 # Steps without a write after which a weight is no longer followed.
 _IDLE_STEPS = 32
 # Writes that change more than this part of the numbers are no clamp, and no SAM that rounds.
@@ -87,8 +79,7 @@ class DataWatch:
         self._was_changed = False
         self._aliases: list[TensorWeakRef] = []
         self._followed = 0
-        self._others = _watches.setdefault(id(parameter), WeakSet())
-        self._others.add(self)
+        self._observation = observe(parameter, self)
 
     @classmethod
     def of(
@@ -107,8 +98,7 @@ class DataWatch:
         watchable = shard.can_gather and (plain or is_dtensor(parameter))
         if not watchable or REMAINDERS.isdisjoint(state) or not is_enabled("parameter_data"):
             return None
-        for each in _interceptions(nn.Parameter if plain else type(parameter)):
-            each.apply()
+        intercept(nn.Parameter if plain else type(parameter))
         return watch or cls(parameter)
 
     def touch(self, alias: Tensor | None = None) -> None:
@@ -257,76 +247,3 @@ def note_step(watches: Iterable[DataWatch | None]) -> None:
     for each in watches if _touched else ():
         if each is not None:
             each.note_step()
-
-
-@functools.cache
-def _interceptions(kind: type) -> tuple[Replacement, ...]:
-    replacements = [
-        Replacement("parameter_data", kind, "data", _intercepting_data),
-        Replacement("parameter_data", kind, "copy_", _intercepting_copies),
-    ]
-    if kind is nn.Parameter and hasattr(distributed, _SYNC):
-        replacements.append(Replacement("parameter_data", distributed, _SYNC, _intercepting_syncs))
-    return tuple(replacements)
-
-
-def _intercepting_data(data: Any) -> property:
-    def read(parameter: Tensor) -> Tensor:
-        alias = data.__get__(parameter)
-        for watch in _watches.get(id(parameter), ()):
-            watch.touch(alias)
-        return alias
-
-    def assign(parameter: Tensor, value: Tensor) -> None:
-        for watch in _watches.get(id(parameter), ()):
-            watch.touch()
-        data.__set__(parameter, value)
-
-    return property(read, assign)
-
-
-def _intercepting_copies(original: Any) -> Any:
-    def copy_(parameter: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        for watch in _watches.get(id(parameter), ()):
-            watch.touch()
-        return original(parameter, *args, **kwargs)
-
-    return copy_
-
-
-def _intercepting_syncs(original: Any) -> Any:
-    def sync_module_states(
-        module: nn.Module,
-        process_group: Any,
-        broadcast_bucket_size: int,
-        src: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        watches = [each for p in module.parameters() for each in _watches.get(id(p), ())]
-        before = []
-        for watch in watches:
-            watch.touch()
-            before.append(watch.lower_bytes())
-        original(module, process_group, broadcast_bucket_size, src, *args, **kwargs)
-        pairs = zip(watches, before, strict=True)
-        replaced = sum(then is not None and not _equal(watch, then) for watch, then in pairs)
-        if replaced:
-            source = dist.get_global_rank(process_group, src)
-            warn_once(
-                f"DistributedDataParallel has given this rank the weights of rank {source}, which "
-                f"differ in {replaced} parameters that an optimizer has stepped here, and not that "
-                "rank's optimizer states, as after join() on a rank whose inputs ended early: "
-                "masters, moments and noise are still its own, so that replicas drift apart if "
-                "they train on. Give all ranks the states of one, on all ranks: states = ["
-                "optimizer.state_dict()]; torch.distributed.broadcast_object_list(states, src="
-                f"{source}); optimizer.load_state_dict(states[0])",
-                key="weights of another rank",
-            )
-
-    return sync_module_states
-
-
-def _equal(watch: DataWatch, then: Tensor) -> bool:
-    now = watch.lower_bytes()
-    return now is not None and torch.equal(now, then)
