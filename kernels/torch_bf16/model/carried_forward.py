@@ -201,8 +201,9 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
         outputs = forward(*first, *args, **kwargs)
         widens = carried._is_outermost and carried.compute != "bf16"
         return map_tensors(widen, outputs) if widens and has_bf16(module) else outputs
-    if not has_bf16(module):
-        before, _calls.at_rest = _calls.at_rest, {*map(id, module.modules())}
+    resting = _parts_at_rest(module)
+    if resting is not None:
+        before, _calls.at_rest = _calls.at_rest, resting
         try:
             return forward(*first, *args, **kwargs)
         finally:
@@ -348,6 +349,23 @@ def _reduces_itself(module: nn.Module | None) -> bool:
 def has_bf16(module: nn.Module) -> bool:
     """Whether a module has a parameter in bf16."""
     return any(p.dtype == torch.bfloat16 for p in module.parameters())
+
+
+def _parts_at_rest(module: nn.Module) -> set[int] | None:
+    """The ids of a module and its parts; None if a parameter is in bf16."""
+    # The generators of nn.Module take four times as long, at each call of an fp32 model.
+    found: set[int] = set()
+    parts: list[nn.Module | None] = [module]
+    while parts:
+        each = parts.pop()
+        if each is None:
+            continue
+        for p in each._parameters.values():
+            if p is not None and p.dtype == torch.bfloat16:
+                return None
+        found.add(id(each))
+        parts += each._modules.values()
+    return found
 
 
 def _to_bf16(tensor: Tensor) -> Tensor:
