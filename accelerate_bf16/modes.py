@@ -102,9 +102,9 @@ def overriding_mode() -> str | None:
     """
     if not os.environ.get(MODE_VARIABLE, "").strip():
         return None  # without importing torch_bf16
-    import torch_bf16
+    from torch_bf16 import plugin_api
 
-    return torch_bf16.mode_from_environment()
+    return plugin_api.mode_from_environment()
 
 
 def mode_of(accelerator: Any) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from accelerate.state import PartialState
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 from .optimizers import converted_optimizers
 from .report import show
@@ -24,7 +25,7 @@ def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
     One that releases gradients gets none, which is said if ``BF16_MONITOR`` is set.
     """
-    every = torch_bf16.monitor_from_environment()
+    every = plugin_api.monitor_from_environment()
     for optimizer in converted_optimizers(optimizers) if every else ():
         if any(isinstance(each, _Monitor) for each in optimizer.observers):
             continue

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 __all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
 
@@ -20,14 +21,14 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    ours = torch_bf16.held_optimizers(optimizer)
+    ours = plugin_api.held_optimizers(optimizer)
     same = len(ours) == 1 and _parameters(ours[0]) == _parameters(optimizer)
     return ours[0] if same else optimizer
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
     """The converted ones among optimizers that may be prepared or bare, or inside such ones."""
-    return [ours for each in optimizers for ours in torch_bf16.held_optimizers(each)]
+    return [ours for each in optimizers for ours in plugin_api.held_optimizers(each)]
 
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:
@@ -36,4 +37,4 @@ def trains(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _parameters(optimizer: Optimizer) -> set[Tensor]:
-    return set(torch_bf16.parameters_of(optimizer))
+    return set(plugin_api.parameters_of(optimizer))

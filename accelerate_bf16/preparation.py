@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 from ._patches import patches
 from .models import is_wrapped, unwrap_model
@@ -73,7 +74,7 @@ class Preparation:
         """
         self.take(new_models, new_optimizers)
         for model in self._uncast(new_models):
-            torch_bf16.refuse_uncastable(model, self._recipe_for(model))
+            plugin_api.refuse_uncastable(model, self._recipe_for(model))
         self.convert()
         self.cast(new_models)
 
@@ -85,7 +86,7 @@ class Preparation:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         optimizers = list(map(unwrap_optimizer, new_optimizers))
-        if homeless := set().union(*map(torch_bf16.parameters_of, optimizers)):
+        if homeless := set().union(*map(plugin_api.parameters_of, optimizers)):
             homeless.difference_update(*(each.parameters() for each in self._models))
         if homeless:
             others = map(unwrap_model, self._other_models)
@@ -93,7 +94,7 @@ class Preparation:
             self._models = _unique([*self._models, *found])
         self._optimizers = _unique([*self._optimizers, *optimizers])
         self._refuse_unmatched()
-        torch_bf16.refuse_unconvertible(
+        plugin_api.refuse_unconvertible(
             (optimizer, self._recipe, module) for optimizer, module in self._unconverted()
         )
 
@@ -102,7 +103,7 @@ class Preparation:
         for optimizer, module in self._unconverted():
             torch_bf16.convert(optimizer, self._recipe, model=module)
             # One that trains only fp32 parameters may have stayed as it was.
-            if torch_bf16.held_optimizers(optimizer):
+            if plugin_api.held_optimizers(optimizer):
                 self._converted.append(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
@@ -112,7 +113,7 @@ class Preparation:
             dtypes = [p.dtype for p in model.parameters()]
             torch_bf16.cast_model(model, self._recipe_for(model))
             patches.keep(
-                torch_bf16.warn_unconverted(
+                plugin_api.warn_unconverted(
                     model,
                     f"The model was prepared with mixed_precision={self.mode!r}: give the "
                     "optimizer to accelerator.prepare, too",
@@ -146,7 +147,7 @@ class Preparation:
         """
         fp32: dict[str, Any] = {}
         for model in new_models:
-            fp32 |= torch_bf16.fp32_parameters(model, self._recipe, adapters=False)
+            fp32 |= plugin_api.fp32_parameters(model, self._recipe, adapters=False)
         refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
         self.take(new_models, new_optimizers)
         self.convert()
@@ -162,7 +163,7 @@ class Preparation:
         """The modules of unsharded models that FSDP2 must shard separately."""
         groups = []
         for model in map(unwrap_model, new_models):
-            staying = torch_bf16.fp32_parameters(model, self._recipe_for(model))
+            staying = plugin_api.fp32_parameters(model, self._recipe_for(model))
             groups += fp32_groups(self.mode, model, staying)
         return groups
 
@@ -187,7 +188,7 @@ class Preparation:
         for optimizer, bare_models in self._newly_trained:
             # Of optimizers that the accelerator has freed, or of another accelerator.
             parameters = chain.from_iterable(each.parameters() for each in bare_models)
-            torch_bf16.end_releases(parameters, keep=self._optimizers)
+            plugin_api.end_releases(parameters, keep=self._optimizers)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
             # The last wrapper of each, the accelerator's own if it has one.
@@ -212,7 +213,7 @@ class Preparation:
         untrained = [each for each in self._cast if any(True for _ in each.parameters())]
         for optimizer, trained in self._newly_trained:
             untrained = [each for each in untrained if each not in trained]
-            for ours in torch_bf16.held_optimizers(optimizer):
+            for ours in plugin_api.held_optimizers(optimizer):
                 line = self._line(torch_bf16.describe(trained, ours))
                 if any(each in self._with_fp32_adapters for each in trained):
                     line += (
@@ -239,7 +240,7 @@ class Preparation:
         An optimizer that the user created as ours is new, too, though nothing converts it.
         """
         for optimizer in self._optimizers:
-            ours = torch_bf16.held_optimizers(optimizer)
+            ours = plugin_api.held_optimizers(optimizer)
             trained = [each for each in self._models if ours and trains(optimizer, each)]
             if trained and (optimizer not in self._set_up or set(trained) & set(self._cast)):
                 yield optimizer, trained
@@ -251,7 +252,7 @@ class Preparation:
 
     def _unconverted(self) -> list[tuple[Any, nn.Module | None]]:
         """Optimizers that nothing has converted yet, with the modules that name their noise."""
-        new = [each for each in self._optimizers if not torch_bf16.held_optimizers(each)]
+        new = [each for each in self._optimizers if not plugin_api.held_optimizers(each)]
         return [(each, self._naming_module(each)) for each in new]
 
     def _refuse_unmatched(self) -> None:
@@ -262,9 +263,9 @@ class Preparation:
         asked = {key: None for recipe in recipes.values() for key in recipe.keep_fp32}
         everywhere = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(asked))
         for model in self._models if asked else ():
-            self._matched.update(torch_bf16.matched_patterns(model, everywhere))
+            self._matched.update(plugin_api.matched_patterns(model, everywhere))
         for model, recipe in recipes.items():
-            torch_bf16.refuse_unmatched(model, recipe, self._matched)
+            plugin_api.refuse_unmatched(model, recipe, self._matched)
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose parameter names key an optimizer's noise, or None."""
@@ -278,10 +279,10 @@ class Preparation:
         """A model's recipe, with what it has of ``keep_fp32``: what no model has was refused."""
         if id(model) not in self._recipes:
             recipe = self._own_recipe(model)
-            keep = torch_bf16.matched_patterns(model, recipe)
+            keep = plugin_api.matched_patterns(model, recipe)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
             # Looked up before sharding.
-            if torch_bf16.fp32_adapters(model):
+            if plugin_api.fp32_adapters(model):
                 self._with_fp32_adapters.append(model)
         return self._recipes[id(model)]
 

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate.utils import KwargsHandler
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 __all__ = ["BF16RecipeKwargs", "options_of"]
 
@@ -74,16 +75,16 @@ class BF16RecipeKwargs(KwargsHandler):
             ValueError: a format is unknown, or gradients that are not released would be clipped.
         """
         options = self.to_kwargs()
-        torch_bf16.release_options(options)
+        plugin_api.release_options(options)
         return torch_bf16.get_recipe(mode, **options)
 
     def release(self) -> Any:
-        """The result of :func:`torch_bf16.release_options`: None if nothing is released."""
-        return torch_bf16.release_options(self.to_kwargs())
+        """What gradients are released with; None if nothing is released."""
+        return plugin_api.release_options(self.to_kwargs())
 
 
 def options_of(accelerator: Any) -> BF16RecipeKwargs:
     """An Accelerator's options, with those that are None taken from the environment."""
     handler = getattr(accelerator, "_bf16_recipe_options", None)
-    options = BF16RecipeKwargs(**torch_bf16.options_from_environment())
+    options = BF16RecipeKwargs(**plugin_api.options_from_environment())
     return (handler or BF16RecipeKwargs()).over(options)

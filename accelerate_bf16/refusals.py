@@ -82,10 +82,10 @@ def explain_mixed_unit(mode: str, error: ValueError) -> None:
 
 def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
     """Raise if wrapping a model has left its optimizers with parameters on the meta device."""
-    import torch_bf16
+    from torch_bf16 import plugin_api
 
     for optimizer in optimizers:
-        if any(p.is_meta for p in torch_bf16.parameters_of(optimizer)):
+        if any(p.is_meta for p in plugin_api.parameters_of(optimizer)):
             raise ValueError(
                 f"mixed_precision={mode!r}: {type(optimizer).__name__} holds parameters on the "
                 "meta device. FSDP1 has replaced them with those that the first rank sent "

@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 if TYPE_CHECKING:
     from .precision import PrecisionMixin as _Base
@@ -48,7 +49,7 @@ class DeepSpeedMixin(_Base):
         """
         complete = torch_bf16.deepspeed_config(config)
         # DeepSpeed makes adapters of peft bf16, too, as without a mode.
-        if names := sorted(torch_bf16.fp32_parameters(module, self.recipe, adapters=False)):
+        if names := sorted(plugin_api.fp32_parameters(module, self.recipe, adapters=False)):
             raise NotImplementedError(
                 f"precision={self.mode!r} keeps {len(names)} parameters in float32 "
                 f"({names[0]!r}; keep_fp32, batch norm), and DeepSpeed casts all to bfloat16. "

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 from ._patches.private_attributes import logs_this_step
 from .precision import PrecisionMixin
@@ -56,7 +57,7 @@ class MonitorMixin:
                 "[BF16Monitor()] looks at whole steps. Leave out one of the two"
             )
             return
-        for each in chain(*map(torch_bf16.held_optimizers, trainer.optimizers)):
+        for each in chain(*map(plugin_api.held_optimizers, trainer.optimizers)):
             # One by one: if an optimizer is refused, on_exception removes the monitors so far.
             self._monitors[each] = torch_bf16.UpdateMonitor(each, **self._options)
         if not self._monitors:
@@ -69,7 +70,7 @@ class MonitorMixin:
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Measure the coming update: gradients are complete, and the step comes next."""
         if self._options["every"] is None and logs_this_step(trainer):
-            for each in torch_bf16.held_optimizers(optimizer):
+            for each in plugin_api.held_optimizers(optimizer):
                 if each in self._monitors:  # no optimizer that a hook has created since
                     self._monitors[each].observe_next_step()
 

@@ -15,6 +15,7 @@ from torch.nn import Module, ParameterList
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 from . import _patches
 from ._patches.fp32_outputs import to_fp32
@@ -101,11 +102,11 @@ class PrecisionMixin(_Base):
     ) -> None:
         arguments = dict(locals())
         super().__init__("bf16-true")
-        options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
+        options = plugin_api.options_from_environment() if isinstance(recipe, str) else {}
         for name in ("self", "recipe", "__class__"):
             arguments.pop(name, None)
         options |= {name: value for name, value in arguments.items() if value is not None}
-        self.release = torch_bf16.release_options(options)
+        self.release = plugin_api.release_options(options)
         self.recipe = torch_bf16.get_recipe(recipe, **options)
         self.compute = self.recipe.compute
         self.release_accumulation_steps = release_accumulation_steps
@@ -124,7 +125,7 @@ class PrecisionMixin(_Base):
         self.cast(module)
         self.carry_autocast(module)
         if all(ref() is not module for ref in self._modules):
-            _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice), module)
+            _patches.patches.keep(plugin_api.warn_unconverted(module, self._advice), module)
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module
@@ -139,8 +140,8 @@ class PrecisionMixin(_Base):
         Raises:
             ValueError: an entry matches nothing here, nor in a module that was set up before.
         """
-        torch_bf16.refuse_unmatched(module, self.recipe, self._matched)
-        keep = torch_bf16.matched_patterns(module, self.recipe)
+        plugin_api.refuse_unmatched(module, self.recipe, self._matched)
+        keep = plugin_api.matched_patterns(module, self.recipe)
         self._matched.update(keep)
         return torch_bf16.get_recipe(self.recipe, keep_fp32=keep)
 
@@ -216,10 +217,10 @@ class PrecisionMixin(_Base):
             and not isinstance(each, torch_bf16.BF16Optimizer)
             # An optimizer of complex parameters only, for example, or the placeholder of a Trainer
             # without one, has nothing to train in bf16.
-            and any(p.is_floating_point() for p in torch_bf16.parameters_of(each))
+            and any(p.is_floating_point() for p in plugin_api.parameters_of(each))
         ]
         try:
-            for each in chain.from_iterable(map(torch_bf16.held_optimizers, optimizers)):
+            for each in chain.from_iterable(map(plugin_api.held_optimizers, optimizers)):
                 self._refuse_another_recipe(each)
             own = [each for each in unconverted if module is not None and _owns(module, each)]
             owned = [(each, self._owner(each)) for each in unconverted if each not in own]
@@ -228,10 +229,10 @@ class PrecisionMixin(_Base):
                 for each, owner in owned
             ]
             # All are asked before one is changed.
-            torch_bf16.refuse_unconvertible(others)
+            plugin_api.refuse_unconvertible(others)
             if module is not None:
                 recipe = self.recipe_for(module)
-                torch_bf16.refuse_uncastable(module, recipe)
+                plugin_api.refuse_uncastable(module, recipe)
                 if own:
                     torch_bf16.prepare(module, own, recipe)
             for each, recipe, owner in others:
@@ -240,7 +241,7 @@ class PrecisionMixin(_Base):
             cast = any(
                 p.dtype == torch.bfloat16
                 for each in optimizers
-                for p in torch_bf16.parameters_of(each)
+                for p in plugin_api.parameters_of(each)
             )
             # A ValueError is about an option, of the plugin or the optimizer, and says what works.
             unchanged = (
@@ -260,9 +261,9 @@ class PrecisionMixin(_Base):
 
         One that trains no converted module yet gets its line when Fabric sets one up.
         """
-        ours = [*chain(*map(torch_bf16.held_optimizers, optimizers))]
+        ours = [*chain(*map(plugin_api.held_optimizers, optimizers))]
         for optimizer in ours:
-            own = torch_bf16.parameters_of(optimizer)
+            own = plugin_api.parameters_of(optimizer)
             modules = [m for m in self._live_modules() if not {*own}.isdisjoint(m.parameters())]
             if modules:
                 # Of several, each counts its own parameters; one counts the frozen ones, too.
@@ -278,8 +279,8 @@ class PrecisionMixin(_Base):
             module: the module as wrapped by the strategy.
             optimizers: its optimizers; releases by earlier optimizers of the same parameters end.
         """
-        ours = [each for each in optimizers if torch_bf16.held_optimizers(each)]
-        torch_bf16.end_releases(chain(*map(torch_bf16.parameters_of, ours)), keep=ours)
+        ours = [each for each in optimizers if plugin_api.held_optimizers(each)]
+        plugin_api.end_releases(chain(*map(plugin_api.parameters_of, ours)), keep=ours)
         release = self.release
         if release is not None:
             release = replace(release, accumulation_steps=self.accumulation_steps())
@@ -293,7 +294,7 @@ class PrecisionMixin(_Base):
             NotImplementedError: the optimizer's gradients are gone.
         """
         if self.release is not None:
-            torch_bf16.refuse_released(
+            plugin_api.refuse_released(
                 self.main_params(optimizer),
                 "Clip with BF16Precision(release_gradients=True, release_max_norm=..., "
                 "release_norm='parameter' or 'last_step') instead of here",
@@ -347,4 +348,4 @@ class PrecisionMixin(_Base):
 
 
 def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
-    return set(torch_bf16.parameters_of(optimizer)) <= set(module.parameters())
+    return set(plugin_api.parameters_of(optimizer)) <= set(module.parameters())

@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets, widen_averages
@@ -27,7 +28,7 @@ def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
     @contextmanager
     def context(self: Any) -> Iterator[None]:
         outputs = nullcontext() if self._outputs is None else self._outputs.patch(step)
-        with outputs, torch_bf16.inside_step(), self.forward_context():
+        with outputs, plugin_api.inside_step(), self.forward_context():
             yield
 
     return context
@@ -139,8 +140,8 @@ class TrainerMixin(PrecisionMixin):
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         """Clip each element, as Lightning does; gradients that were released are refused."""
         self.refuse_released(optimizer)
-        torch_bf16.refuse_released(self.main_params(optimizer))  # by the program itself
-        torch_bf16.scale_gradients(torch_bf16.held_optimizers(optimizer))
+        plugin_api.refuse_released(self.main_params(optimizer))  # by the program itself
+        torch_bf16.scale_gradients(plugin_api.held_optimizers(optimizer))
         super().clip_grad_by_value(optimizer, clip_val)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,8 +155,8 @@ class TrainerMixin(PrecisionMixin):
     def teardown(self) -> None:
         """End releases: after the fit a backward pass must not take steps."""
         if self._trainer is not None:
-            trained = map(torch_bf16.parameters_of, self._trainer.optimizers)
-            torch_bf16.end_releases(chain.from_iterable(trained))
+            trained = map(plugin_api.parameters_of, self._trainer.optimizers)
+            plugin_api.end_releases(chain.from_iterable(trained))
         super().teardown()
 
     train_step_context = _step_context("training_step")

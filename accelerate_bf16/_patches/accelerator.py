@@ -129,8 +129,8 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    import torch_bf16
     from accelerate_bf16 import models
+    from torch_bf16 import plugin_api
 
     placement = kwargs.get("device_placement")
     if placement is not None and (len(placement) != len(args) or uses_deepspeed(accelerator)):
@@ -142,7 +142,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         if optimizers and not passed_models:
             arguments = getattr(accelerator, "_bf16_trainer_arguments", None)
             refusals.refuse_data_parallel(mode, arguments)
-        torch_bf16.refuse_replaced(optimizers, accelerator._optimizers)
+        plugin_api.refuse_replaced(optimizers, accelerator._optimizers)
         if uses_deepspeed(accelerator):
             if not optimizers:
                 return original(accelerator, *args, **kwargs)

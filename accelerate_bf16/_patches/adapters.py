@@ -31,13 +31,14 @@ def cast_adapter_dtype(original: Callable[..., None]) -> Callable[..., None]:
 
 def _cast_to_bf16(module: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield the parameters that were cast, as (module, name in the module, parameter)."""
-    torch_bf16 = sys.modules.get("torch_bf16")
-    if torch_bf16 is None:  # nothing was cast yet
+    if "torch_bf16" not in sys.modules:  # nothing was cast yet
         return
     import torch
 
+    from torch_bf16 import plugin_api
+
     for owner in module.modules():
-        if torch_bf16.cast_recipe(owner) is not None:
+        if plugin_api.cast_recipe(owner) is not None:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.dtype == torch.bfloat16:
                     yield owner, name, parameter

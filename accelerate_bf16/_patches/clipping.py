@@ -26,12 +26,13 @@ def clip_grad_norm_(
         return original(accelerator, _to_write(accelerator, parameters), max_norm, norm_type)
     import torch_bf16
     from accelerate_bf16.optimizers import converted_optimizers
+    from torch_bf16 import plugin_api
 
     parameters = _listed(parameters)
     optimizers = converted_optimizers(accelerator._optimizers)
     if max_norm == math.inf:
         return _norm_alone(parameters, optimizers)
-    torch_bf16.refuse_released(parameters, _TO_CLIP)
+    plugin_api.refuse_released(parameters, _TO_CLIP)
     if not accelerator.sync_gradients:
         # A partial sum, different on each rank: only the norm of the whole sum may reach the step.
         _warn_of_a_part(accelerator, mode)
@@ -50,9 +51,10 @@ def clip_grad_value_(
 def _to_write(accelerator: Any, parameters: Any) -> list[Any]:
     """Parameters whose gradients are about to be written: not released, and scaled by now."""
     import torch_bf16
+    from torch_bf16 import plugin_api
 
     parameters = _listed(parameters)
-    torch_bf16.refuse_released(parameters, _TO_CLIP)
+    plugin_api.refuse_released(parameters, _TO_CLIP)
     torch_bf16.scale_gradients(accelerator._optimizers)
     return parameters
 

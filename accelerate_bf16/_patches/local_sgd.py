@@ -18,11 +18,11 @@ def sync_and_avg_model_params(original: Callable[[Any], None]) -> Callable[[Any]
         if mode_of(accelerator) is None:
             original(sgd)
             return
-        import torch_bf16
         from accelerate_bf16.optimizers import converted_optimizers
+        from torch_bf16 import plugin_api
 
         optimizers = converted_optimizers(accelerator._optimizers)
-        owners = {p: each for each in optimizers for p in torch_bf16.parameters_of(each)}
+        owners = {p: each for each in optimizers for p in plugin_api.parameters_of(each)}
         accelerator.wait_for_everyone()
         for parameter in sgd.model.parameters():
             owner = owners.get(parameter)

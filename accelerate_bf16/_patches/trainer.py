@@ -148,9 +148,9 @@ def post_init(original: Any) -> Any:
             return
         refuse_arguments(mode, self, requested)
         # Imported only now that a mode is requested, because it imports the core.
-        import torch_bf16
+        from torch_bf16 import plugin_api
 
-        if torch_bf16.options_from_environment().get("release_gradients"):
+        if plugin_api.options_from_environment().get("release_gradients"):
             refuse_late_clipping(self)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode

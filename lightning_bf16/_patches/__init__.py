@@ -9,6 +9,7 @@ from typing import Any
 
 import torch_bf16
 from bf16_autoload import Patches, version_numbers
+from torch_bf16 import plugin_api
 
 from . import checkpoints, connectors, deepspeed_strategy, fabric_methods, weight_averaging
 
@@ -73,7 +74,7 @@ def _refusing(why: str, original: Any) -> Any:
     """Make a connector refuse a mode by name where it would train in another precision."""
 
     def check(self: Any) -> Any:
-        if mode := torch_bf16.mode_from_environment():
+        if mode := plugin_api.mode_from_environment():
             raise RuntimeError(f"BF16_MODE={mode} was asked for, and {why}")
         return original(self)
 

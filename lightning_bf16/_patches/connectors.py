@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 import torch_bf16
 from lightning_bf16 import precision
+from torch_bf16 import plugin_api
 
 __all__ = ["choose"]
 
@@ -28,7 +29,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
 
     def _check_and_init_precision(connector: Any) -> Any:
         name, passed = getattr(connector, flag), getattr(connector, instance)
-        if mode := torch_bf16.mode_from_environment():
+        if mode := plugin_api.mode_from_environment():
             name = _override(mode, name, passed)
         named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
         if not named and not isinstance(passed, precision.PrecisionMixin):

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import torch_bf16
 from lightning_bf16 import precision
 from lightning_bf16.deepspeed import DeepSpeedMixin
+from torch_bf16 import plugin_api
 
 from .private_attributes import validate_setup, wrapped_module
 
@@ -77,7 +78,7 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
     validate_setup(fabric, None, optimizers)
     plugin.convert_optimizers(optimizers)
     known = _set_up.setdefault(plugin, _SetUp())
-    known.optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
+    known.optimizers.update(filter(plugin_api.held_optimizers, optimizers))
     for wrapped, bare in [*known.modules.items()]:
         if own := _trained(wrapped, optimizers):
             _connect(plugin, wrapped, bare(), own)
@@ -95,9 +96,9 @@ def _add_module(fabric: Any, plugin: Any, module: Any, optimizers: Iterable[Any]
     plugin.sync_masters(wrapped, fabric.strategy)
     known = _set_up.setdefault(plugin, _SetUp())
     known.modules[wrapped] = ref(bare)
-    taken = {*chain(*map(torch_bf16.parameters_of, optimizers))}
-    earlier = [e for e in known.optimizers if taken.isdisjoint(torch_bf16.parameters_of(e))]
-    known.optimizers.update(filter(torch_bf16.held_optimizers, optimizers))
+    taken = {*chain(*map(plugin_api.parameters_of, optimizers))}
+    earlier = [e for e in known.optimizers if taken.isdisjoint(plugin_api.parameters_of(e))]
+    known.optimizers.update(filter(plugin_api.held_optimizers, optimizers))
     own = [*optimizers, *_trained(wrapped, earlier)]
     _connect(plugin, wrapped, bare, own)
     plugin.announce(own)
@@ -106,7 +107,7 @@ def _add_module(fabric: Any, plugin: Any, module: Any, optimizers: Iterable[Any]
 def _trained(module: Module, optimizers: Iterable[Any]) -> list[Any]:
     """The optimizers that train a parameter of a module."""
     own = set(module.parameters())
-    return [e for e in optimizers if not own.isdisjoint(torch_bf16.parameters_of(e))]
+    return [e for e in optimizers if not own.isdisjoint(plugin_api.parameters_of(e))]
 
 
 def _connect(plugin: Any, wrapped: Module, bare: Module | None, optimizers: list[Any]) -> None:
@@ -157,7 +158,7 @@ def clip_gradients(
     """Clip by the fp32 2-norm of the optimizer's gradients, over all ranks; others are Fabric's."""
     plugin.refuse_released(optimizer)
     if float(norm_type) != 2.0 or max_norm is None or clip_val is not None:
-        torch_bf16.refuse_released(plugin.main_params(optimizer))  # by the program itself
+        plugin_api.refuse_released(plugin.main_params(optimizer))  # by the program itself
         return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
     return torch_bf16.clip_grad_norm_(
         plugin.main_params(optimizer), max_norm, error_if_nonfinite=error_if_nonfinite

@@ -17,6 +17,7 @@ import accelerate_bf16
 import torch_bf16
 from accelerate_bf16 import BF16RecipeKwargs
 from accelerate_bf16.report import show
+from torch_bf16 import plugin_api
 
 
 def test_accelerators_round_trip_at_prepare_changes_no_bit(
@@ -145,9 +146,9 @@ def test_autocast_reads_the_options_once_and_not_for_every_batch(
     make_accelerator, mode, monkeypatch
 ):
     accelerator, reads = make_accelerator(mode), []
-    read = torch_bf16.options_from_environment
+    read = plugin_api.options_from_environment
     monkeypatch.setattr(
-        torch_bf16, "options_from_environment", lambda: reads.append(None) or read()
+        plugin_api, "options_from_environment", lambda: reads.append(None) or read()
     )
     for _ in range(3):
         with accelerator.autocast():

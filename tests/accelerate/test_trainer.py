@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import torch_bf16
 from accelerate_bf16._patches.trainer import OPTIMIZERS, post_init
+from torch_bf16 import plugin_api
 
 # Of transformers' own making: arguments that it has renamed, and its scheduler.
 pytestmark = [
@@ -315,7 +316,7 @@ def test_what_a_model_declares_to_need_fp32_stays_and_computes_in_fp32(make_trai
     )
     model = transformers.Ernie4_5_MoeForCausalLM(config)
     router = model.model.layers[1].mlp.gate
-    assert "model.layers.1.mlp.gate.weight" in torch_bf16.fp32_parameters(model)
+    assert "model.layers.1.mlp.gate.weight" in plugin_api.fp32_parameters(model)
     seen = []
     router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
     trainer = make_trainer(model, max_steps=2, eval_strategy="no")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 
 def run():
@@ -68,11 +69,11 @@ def test_gradients_that_are_left_beside_released_ones_may_be_clipped():
     released, other = (nn.Parameter(torch.ones(4, 2).bfloat16()) for _ in range(2))
     optimizer = torch_bf16.SGD([released], lr=0.1, release={"max_norm": None})
     other.grad = torch.ones_like(other)
-    torch_bf16.refuse_released([released, other])
+    plugin_api.refuse_released([released, other])
     other.grad = None
     with pytest.raises(NotImplementedError, match="nothing is left to clip"):
-        torch_bf16.refuse_released([released, other])
-    torch_bf16.refuse_released([other])
+        plugin_api.refuse_released([released, other])
+    plugin_api.refuse_released([other])
     del optimizer
 
 

@@ -14,7 +14,7 @@ from complex_cases import (
 from complex_replica import run
 
 import torch_bf16
-from torch_bf16 import parameters_of
+from torch_bf16.plugin_api import parameters_of
 
 
 @pytest.mark.parametrize("form", [torch.clone, conjugated], ids=["plain", "conjugated"])

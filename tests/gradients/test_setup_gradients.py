@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 
 def made(**fields):
@@ -15,7 +16,7 @@ def made(**fields):
 
 
 def given(**options):
-    return torch_bf16.release_options({"release_gradients": True, **options})
+    return plugin_api.release_options({"release_gradients": True, **options})
 
 
 def test_a_recipe_that_leaves_gradients_to_torch_gets_nothing():
@@ -53,7 +54,7 @@ def test_a_release_that_a_host_began_while_everything_was_frozen_ends_too():
     model.requires_grad_(False)
     torch_bf16.setup_gradients(model, optimizer, given())
     model.requires_grad_(True)
-    torch_bf16.end_releases(model.parameters())
+    plugin_api.end_releases(model.parameters())
     assert optimizer._engine.release is None
 
 
@@ -63,7 +64,7 @@ def test_a_release_whose_optimizer_is_gone_ends_with_those_of_others():
     del optimizer
     gc.collect()
     assert handle.abandoned
-    torch_bf16.end_releases(model.parameters())
+    plugin_api.end_releases(model.parameters())
     assert torch_bf16.clip_grad_norm_(model.parameters(), 1.0) == 0  # and is not refused
 
 
@@ -73,10 +74,10 @@ def test_releases_that_a_host_began_end_with_the_parameters_and_those_of_users_s
     torch_bf16.setup_gradients(model, optimizer, given())
     handle = torch_bf16.release_gradients(other, users)
     parameters = [*model.parameters(), *other.parameters()]
-    torch_bf16.end_releases(other.parameters())
-    torch_bf16.end_releases(parameters, keep=[optimizer])
+    plugin_api.end_releases(other.parameters())
+    plugin_api.end_releases(parameters, keep=[optimizer])
     assert optimizer._engine.release is not None
-    torch_bf16.end_releases(parameters)
+    plugin_api.end_releases(parameters)
     assert optimizer._engine.release is None
     assert users._engine.release is handle
 

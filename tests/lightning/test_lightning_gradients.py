@@ -12,6 +12,7 @@ from torch import nn
 
 import lightning_bf16
 import torch_bf16
+from torch_bf16 import plugin_api
 
 
 def plugin_of(package, **options):
@@ -120,7 +121,7 @@ def assert_steps_inside_backward(fabric, module, optimizer, order):
     fabric.backward(model(torch.randn(2, 8)).square().sum())
     assert module.weight.grad is None
     wrapped.step()
-    (ours,) = torch_bf16.held_optimizers(optimizer)
+    (ours,) = plugin_api.held_optimizers(optimizer)
     assert float(ours.state[module.weight]["step"]) == 1.0
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(5))
 
@@ -106,7 +107,7 @@ class Reader(nn.Linear):
 def test_only_what_is_cast_becomes_another_object():
     net = cast(nn.Sequential(Reader(16, 16)))
     x, index, cache = X.bfloat16(), torch.arange(3), {"keys": [torch.ones(2, dtype=torch.bfloat16)]}
-    with torch_bf16.inside_step():
+    with plugin_api.inside_step():
         net[0](x, index, cache=cache)
         assert all(map(lambda a, b: a is b, net[0].given, (x, index, cache)))
         net[0](X, cache={"keys": [X]})
@@ -115,7 +116,7 @@ def test_only_what_is_cast_becomes_another_object():
 
 def test_under_autocast_a_part_is_given_what_its_caller_gives():
     net = cast(nn.Sequential(Reader(16, 16)))
-    with torch_bf16.inside_step(), torch.autocast("cpu", torch.bfloat16):
+    with plugin_api.inside_step(), torch.autocast("cpu", torch.bfloat16):
         net(X)
     assert net[0].given[0] is X
 

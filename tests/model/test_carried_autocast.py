@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 
 class Net(BodyAndHead):
@@ -141,7 +142,7 @@ def test_settings_of_autocast_are_the_users_and_can_be_changed():
 
 def test_inside_a_step_what_is_around_a_part_counts():
     net = carried()
-    with torch_bf16.inside_step():
+    with plugin_api.inside_step():
         assert net.body[0](X.bfloat16()).dtype == torch.bfloat16
         with pytest.raises(RuntimeError, match="same dtype"):
             net.body[0](X)
@@ -289,7 +290,7 @@ def test_a_compiled_model_that_computes_in_bf16_casts_its_inputs_outside_of_step
     compiled: Any = torch.compile(net, backend="eager", fullgraph=True)
     with torch.no_grad():  # torch.compile's own warnings about gradients are errors here
         for x, inside in (X, False), (X.bfloat16(), True), (X, False):
-            with torch_bf16.inside_step() if inside else contextlib.nullcontext():
+            with plugin_api.inside_step() if inside else contextlib.nullcontext():
                 expected, found = net(x)["out"][0], compiled(x)["out"][0]
             assert torch.equal(found, expected)
             assert found.dtype == (torch.bfloat16 if inside else torch.float32)

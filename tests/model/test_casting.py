@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations
 
 import torch_bf16
-from torch_bf16 import cast_model, get_recipe
+from torch_bf16 import cast_model, get_recipe, plugin_api
 from torch_bf16.model.cast_modules import kept_ids
 
 BF16 = torch.bfloat16
@@ -364,7 +364,7 @@ def test_wrappers_in_a_name_change_no_match_and_what_stays_is_known_beforehand()
     inner[0] = checkpoint_wrapper(inner[0])
     assert sorted(name for name, _ in inner.named_parameters())[0].startswith("0._checkpoint")
     recipe = keeping("0", "1.bias")
-    stay = torch_bf16.fp32_parameters(inner, recipe)
+    stay = plugin_api.fp32_parameters(inner, recipe)
     cast_model(inner, recipe)
     found = {name for name, p in inner.named_parameters() if p.dtype == torch.float32}
     assert found == set(stay)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
 
@@ -35,7 +36,7 @@ def make(**options: Any) -> Any:
     return torch_bf16.cast_model(net, torch_bf16.get_recipe("bf16-fp32-master", **options))
 
 
-@pytest.mark.parametrize("around", [contextlib.nullcontext, torch_bf16.inside_step])
+@pytest.mark.parametrize("around", [contextlib.nullcontext, plugin_api.inside_step])
 @pytest.mark.parametrize("keep_fp32", [(), ("1",)])
 @pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
 @pytest.mark.parametrize("part", [None, 0])

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-import torch_bf16
-from torch_bf16 import cast_model
+from torch_bf16 import cast_model, plugin_api
 
 BF16 = torch.bfloat16
 
@@ -34,7 +33,7 @@ def test_what_a_model_declares_to_need_fp32_stays_and_computes_in_fp32():
         *("inner.layers.0.gate.weight", "inner.layers.0.gate.bias", "inner.sinks"),
         *(f"{wrapped}.weight", f"{wrapped}.bias"),
     }
-    assert set(torch_bf16.fp32_parameters(nn.ModuleDict({"inner": Expert()}))) == kept
+    assert set(plugin_api.fp32_parameters(nn.ModuleDict({"inner": Expert()}))) == kept
     gate, up = model["inner"].layers[0].values()
     with torch.autocast("cpu", BF16):
         x = torch.randn(1, 4, dtype=BF16)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 peft = pytest.importorskip("peft")
 
@@ -27,15 +28,15 @@ def dtypes(model):
 )
 def test_a_cast_leaves_them_beside_a_bf16_base_alone(base, expected):
     model = adapted(base)
-    kept = torch_bf16.fp32_adapters(model)
+    kept = plugin_api.fp32_adapters(model)
     assert len(kept) == (2 if expected == torch.float32 else 0)
     for _ in range(2):  # a second cast knows what the first has cast
         torch_bf16.cast_model(model)
         assert dtypes(model) == {expected}
     assert model["second"].weight.dtype == torch.bfloat16
-    named = torch_bf16.fp32_parameters(model)
+    named = plugin_api.fp32_parameters(model)
     assert {id(p) for p in named.values()} == {*map(id, kept)}
-    assert not torch_bf16.fp32_parameters(model, adapters=False)
+    assert not plugin_api.fp32_parameters(model, adapters=False)
 
 
 def test_they_train_in_fp32():

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16 import cast_model, fp32_parameters, get_recipe
+from torch_bf16 import cast_model, get_recipe
+from torch_bf16.plugin_api import fp32_parameters
 
 BF16 = torch.bfloat16
 

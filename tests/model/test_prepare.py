@@ -7,7 +7,7 @@ from optimizer_wrappers import Around
 from torch import nn
 
 import torch_bf16
-from torch_bf16 import get_recipe, prepare
+from torch_bf16 import get_recipe, plugin_api, prepare
 
 NAMES = ("bf16-stochastic", "bf16-fp32-master")
 
@@ -288,11 +288,11 @@ def test_an_optimizer_whose_model_has_other_parameters_by_now_is_refused_by_name
     with pytest.raises(torch_bf16.StateMismatchError, match=match):
         prepare(model, optimizer)
     with pytest.raises(torch_bf16.StateMismatchError, match=match):
-        torch_bf16.refuse_replaced([Around(optimizer)])
+        plugin_api.refuse_replaced([Around(optimizer)])
     assert new.dtype == torch.float32
     other = torch.optim.AdamW([new])
     prepare(model, [optimizer, other])
-    torch_bf16.refuse_replaced([optimizer], [other])
+    plugin_api.refuse_replaced([optimizer], [other])
 
 
 @pytest.mark.parametrize("way", ["frozen", "added", "taken out", "of a part", "of two models"])

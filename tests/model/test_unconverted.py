@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 
 @pytest.fixture
 def cast():
     """A model that was cast, and is watched until the test ends."""
     model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
-    handle = torch_bf16.warn_unconverted(model, "Do this instead")
+    handle = plugin_api.warn_unconverted(model, "Do this instead")
     yield model
     handle.remove()
 
@@ -111,12 +112,12 @@ def test_a_model_that_is_gone_is_watched_no_longer():
     # Among them are those of other tests' models: what is gone by now goes with the next one.
     before = {*hooks}
     model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
-    torch_bf16.warn_unconverted(model, "")  # in place of the cast's own
+    plugin_api.warn_unconverted(model, "")  # in place of the cast's own
     (ours,) = hooks.keys() - before
     del model
     gc.collect()
     step(torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1))
-    handle = torch_bf16.warn_unconverted(torch_bf16.cast_model(torch.nn.Linear(3, 3)), "")
+    handle = plugin_api.warn_unconverted(torch_bf16.cast_model(torch.nn.Linear(3, 3)), "")
     handle.remove()
     assert ours not in hooks
     assert hooks.keys() <= before

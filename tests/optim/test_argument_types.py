@@ -6,7 +6,7 @@ from bad_input_cases import begun
 from torch import nn
 
 import torch_bf16
-from torch_bf16 import Recipe
+from torch_bf16 import Recipe, plugin_api
 from torch_bf16.errors import with_article
 
 LINEAR = nn.Linear(4, 4)
@@ -40,7 +40,7 @@ LINEAR = nn.Linear(4, 4)
             "sync_masters was given a generator and takes a torch.nn.Module",
         ),
         (
-            lambda: torch_bf16.fp32_parameters("a"),
+            lambda: plugin_api.fp32_parameters("a"),
             "fp32_parameters was given a str and takes a torch.nn.Module",
         ),
         (
@@ -78,7 +78,7 @@ LINEAR = nn.Linear(4, 4)
             "follow was given a str and takes a torch.nn.Module",
         ),
         (
-            lambda: torch_bf16.matched_patterns("a", "bf16-stochastic"),
+            lambda: plugin_api.matched_patterns("a", "bf16-stochastic"),
             "matched_patterns was given a str and takes a torch.nn.Module",
         ),
         (
@@ -86,7 +86,7 @@ LINEAR = nn.Linear(4, 4)
             "reduce_gradients was given a str and takes a torch.nn.Module",
         ),
         (
-            lambda: torch_bf16.warn_unconverted("a", "advice"),
+            lambda: plugin_api.warn_unconverted("a", "advice"),
             "warn_unconverted was given a str and takes a torch.nn.Module",
         ),
         (

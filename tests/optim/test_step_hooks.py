@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 NAME = "Optimizer.step#AdamW.step"
 
@@ -47,7 +48,7 @@ def test_the_hosts_warning_of_other_optimizers_costs_ours_nothing(optimizer, mon
         raise AssertionError(name)
 
     model = torch_bf16.cast_model(nn.Linear(2, 2))
-    handle = torch_bf16.warn_unconverted(model, "Convert it.")
+    handle = plugin_api.warn_unconverted(model, "Convert it.")
     monkeypatch.setattr(torch.autograd.profiler, "record_function", fail)
     try:
         optimizer.step()

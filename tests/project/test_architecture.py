@@ -29,7 +29,7 @@ LAYERS = (
     ("foreign",),
     ("prepare", "checkpoints"),
     ("tools",),
-    ("__init__", "__main__"),
+    ("__init__", "__main__", "plugin_api"),
 )
 
 # Third-party packages, and the only places that may import them.
@@ -142,21 +142,24 @@ def test_optional_packages_stay_in_their_rooms(file: Path) -> None:
 def test_plugins_use_only_public_names_of_the_core(file: Path) -> None:
     plugin = import_path(file).split("/")[0]
     other = next(p for p in PLUGINS if p != plugin)
-    public = public_names()
+    public = {f"torch_bf16.{name}" for name in (*public_names("__init__"), "plugin_api")}
+    public |= {f"torch_bf16.plugin_api.{name}" for name in public_names("plugin_api")}
     for module in imported_modules(file):
-        head, *rest = module.split(".")
-        assert head != other, f"{plugin} imports {other}"
-        if head == "torch_bf16" and rest:
-            assert rest[0] in public, f"{module} is not a public name of torch_bf16"
-            assert len(rest) == 1, f"{module} reaches into the core"
+        assert module.split(".")[0] != other, f"{plugin} imports {other}"
+        if module.startswith("torch_bf16."):
+            assert module in public, f"{module} is no public name of the core"
 
 
-def public_names() -> set[str]:
-    tree = ast.parse((CORE / "__init__.py").read_text())
+def public_names(module: str) -> set[str]:
+    tree = ast.parse((CORE / f"{module}.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
-    raise AssertionError("torch_bf16/__init__.py has no literal __all__")
+    raise AssertionError(f"torch_bf16/{module}.py has no literal __all__")
+
+
+def test_each_public_name_is_for_programs_or_for_plugins() -> None:
+    assert public_names("__init__").isdisjoint(public_names("plugin_api"))
 
 
 def test_the_readme_of_the_kernels_lists_each_room_below_what_it_imports() -> None:

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 import accelerate_bf16
 import lightning_bf16
 import torch_bf16
+from torch_bf16 import plugin_api
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -90,10 +91,10 @@ def test_every_program_of_the_cookbook_is_in_its_index() -> None:
             assert f"{page.name}#{anchor}" in linked
 
 
-@pytest.mark.parametrize("package", [torch_bf16, lightning_bf16, accelerate_bf16])
+@pytest.mark.parametrize("package", [torch_bf16, plugin_api, lightning_bf16, accelerate_bf16])
 def test_the_reference_has_every_public_name(package: ModuleType) -> None:
     name = package.__name__
-    text = (ROOT / "docs" / "api" / f"{name}.md").read_text()
+    text = (ROOT / "docs" / "api" / f"{name.partition('.')[0]}.md").read_text()
     described = set(re.findall(rf"^\.\. auto\w+:: {name}(?:\.\w+)*\.(\w+)$", text, re.M))
     assert set(package.__all__) <= described
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_bf16
+from torch_bf16 import plugin_api
 from torch_bf16.backends import explain
 
 # The Triton that an older torch brings along cannot import them.
@@ -27,7 +28,7 @@ def test_examples_hold(name):
     model = torch.nn.Linear(4, 4)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    names = {"torch": torch, "torch_bf16": torch_bf16, "model": model}
+    names = {"torch": torch, "torch_bf16": torch_bf16, "plugin_api": plugin_api, "model": model}
     names["optimizer"] = torch_bf16.AdamW(model.parameters())
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_bf16
-from torch_bf16 import StateMismatchError
+from torch_bf16 import StateMismatchError, plugin_api
 
 REFUSED = (
     r"no parameter of this \w+ has a gradient, .*were replaced, as fully_shard, to_empty and.*"
@@ -44,7 +44,7 @@ def prepare_again_where_weights_are_gathered():
         model(torch.ones(2, 4).bfloat16())
     shown = {id(p) for p in model.parameters()}
     assert shown.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"])
-    torch_bf16.refuse_replaced([optimizer])
+    plugin_api.refuse_replaced([optimizer])
 
 
 def test_what_a_forward_pass_has_gathered_replaces_nothing(ranks):

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import torch_bf16
-from torch_bf16 import Recipe, parameters_of
+from torch_bf16 import Recipe
+from torch_bf16.plugin_api import parameters_of
 
 # name -> our class, torch's if it has one, and options that make every term of the rule count
 OPTIMIZERS = {

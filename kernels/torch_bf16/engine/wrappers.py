@@ -51,7 +51,7 @@ def held_optimizers(optimizer: Any) -> list[Any]:
         a ``ZeroRedundancyOptimizer``, each has only the parameters that its rank updates.
 
     Example:
-        >>> torch_bf16.held_optimizers(optimizer) == [optimizer]
+        >>> plugin_api.held_optimizers(optimizer) == [optimizer]
         True
     """
     seen: set[int] = set()

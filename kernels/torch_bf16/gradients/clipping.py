@@ -108,7 +108,7 @@ def refuse_released(parameters: Tensor | Iterable[Tensor], advice: str = _ADVICE
         NotImplementedError: none of them has a gradient any more, and some were released.
 
     Example:
-        >>> torch_bf16.refuse_released(model.parameters())
+        >>> plugin_api.refuse_released(model.parameters())
     """
     parameters = _as_list(parameters)
     if any(id(p) in released for p in parameters) and all(p.grad is None for p in parameters):

@@ -77,7 +77,7 @@ def end_releases(parameters: Iterable[Tensor], keep: Iterable[torch.optim.Optimi
         keep: optimizers whose releases go on.
 
     Example:
-        >>> torch_bf16.end_releases(model.parameters())
+        >>> plugin_api.end_releases(model.parameters())
     """
     kept = {ours._engine.release for each in keep for ours in held_optimizers(each)}
     keys = {*map(id, parameters)}

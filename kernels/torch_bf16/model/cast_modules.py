@@ -107,7 +107,7 @@ def cast_recipe(module: nn.Module) -> Recipe | None:
 
     Example:
         >>> model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(4, 4)))
-        >>> torch_bf16.cast_recipe(model[0]).name, torch_bf16.cast_recipe(model)
+        >>> plugin_api.cast_recipe(model[0]).name, plugin_api.cast_recipe(model)
         ('bf16-stochastic', None)
     """
     return (_known.get(module) or _Cast()).cast_by

@@ -48,7 +48,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
 
     Example:
         >>> model = torch_bf16.cast_model(torch.nn.Linear(4, 4))
-        >>> handle = torch_bf16.warn_unconverted(model, "Call torch_bf16.convert(optimizer).")
+        >>> handle = plugin_api.warn_unconverted(model, "Call torch_bf16.convert(optimizer).")
     """
     check_module("warn_unconverted", model)
     reference = weakref.ref(model)
