@@ -1,6 +1,6 @@
 """Storage formats: how one number of an optimizer is kept between two steps."""
 
-from .blocks import BLOCK, INT8, SCALE, UINT8
+from .blocks import BLOCK, INT8, UINT8
 from .floats import BF16_NEAREST, BF16_PLUS_8, BF16_PLUS_16, BF16_PLUS_FP32, BF16_STOCHASTIC, FP32
 from .format import Format, Plane
 
@@ -15,7 +15,6 @@ __all__ = [
     "FP32",
     "INT8",
     "ROLES",
-    "SCALE",
     "UINT8",
     "Format",
     "Plane",

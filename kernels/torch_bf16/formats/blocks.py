@@ -28,7 +28,7 @@ from torch_bf16.numerics.rounding import INFINITY, MAGNITUDE, QUIET
 from .floats import BF16_NEAREST, BF16_STOCHASTIC
 from .format import Format, Plane
 
-__all__ = ["BLOCK", "INT8", "SCALE", "UINT8"]
+__all__ = ["BLOCK", "INT8", "UINT8"]
 
 BLOCK = 64
 
@@ -94,12 +94,11 @@ def _split_uint8(x, r):
 
 
 def _shaped(codes, scales, x):
-    return codes.view(x.shape), scales.view(SCALE.shape(x.shape)) if x.ndim > 1 else scales
+    return codes.view(x.shape), scales.view(_SCALE.shape(x.shape)) if x.ndim > 1 else scales
 
 
-SCALE = Plane("scale", torch.float32, BLOCK)
-"""The plane of the blocks' scales, in both formats."""
-_INT8, _UINT8 = (Plane("", torch.int8), SCALE), (Plane("", torch.uint8), SCALE)
+_INT8, _UINT8 = Plane("", torch.int8), Plane("", torch.uint8)
+_SCALE = Plane("scale", torch.float32, BLOCK)
 
-INT8 = Format("int8", _INT8, False, _decode_int8, _split_int8, BF16_NEAREST)
-UINT8 = Format("uint8", _UINT8, True, _decode_uint8, _split_uint8, BF16_STOCHASTIC)
+INT8 = Format("int8", (_INT8, _SCALE), False, _decode_int8, _split_int8, BF16_NEAREST)
+UINT8 = Format("uint8", (_UINT8, _SCALE), True, _decode_uint8, _split_uint8, BF16_STOCHASTIC)

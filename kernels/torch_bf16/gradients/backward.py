@@ -10,16 +10,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["Passes", "at_end_of_backward"]
+__all__ = ["Passes"]
 
 _T = TypeVar("_T")
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` when the running backward pass ends, after DDP's and FSDP2's own callbacks."""
-    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    # They queue theirs during the pass: a callback that is queued at its end comes after them.
-    queue(lambda: queue(call))
 
 
 class Passes(Generic[_T]):
@@ -50,5 +43,12 @@ class Passes(Generic[_T]):
                 running = self._running.get(task)
                 if running is None:
                     running = self._running[task] = self._make()
-                    at_end_of_backward(functools.partial(self._finish, running))
+                    _at_end_of_backward(functools.partial(self._finish, running))
         return running
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the running backward pass ends, after DDP's and FSDP2's own callbacks."""
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    # They queue theirs during the pass: a callback that is queued at its end comes after them.
+    queue(lambda: queue(call))

@@ -14,7 +14,6 @@ from torch_bf16.errors import CheckpointError, StateMismatchError
 from torch_bf16.recipe import Recipe
 
 __all__ = [
-    "FAMILY",
     "HEADER",
     "NARROW",
     "WRITTEN",
@@ -33,8 +32,9 @@ __all__ = [
 HEADER = "torch_bf16"
 NARROW = "narrow"
 WRITTEN = "written"
-FAMILY = "family"
-SCHEMA = 1
+
+_FAMILY = "family"
+_SCHEMA = 1
 
 # Options that older versions of torch do not save, or that no step of ours reads.
 _DISPENSABLE = {
@@ -61,13 +61,13 @@ def header(
         family: what the states of rules mean, see :func:`check_family`.
     """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
-    entry: dict[str, Any] = {"schema": SCHEMA, "recipe": fields, "names": names}
+    entry: dict[str, Any] = {"schema": _SCHEMA, "recipe": fields, "names": names}
     if last_norm is not None:
         entry["last_norm"] = last_norm
     if written:
         entry[WRITTEN] = True
     if family is not None:
-        entry[FAMILY] = family
+        entry[_FAMILY] = family
     return entry
 
 
@@ -166,10 +166,10 @@ def check_header(saved: Mapping[str, Any] | None) -> None:
         return
     if not isinstance(saved, Mapping) or not isinstance(saved.get("schema"), int):
         raise _damaged(f"{saved!r}")
-    if saved["schema"] != SCHEMA:
+    if saved["schema"] != _SCHEMA:
         raise StateMismatchError(
             f"the state dict has schema {saved['schema']} and this version of torch_bf16 reads "
-            f"schema {SCHEMA}; use the version that wrote it, or a newer one"
+            f"schema {_SCHEMA}; use the version that wrote it, or a newer one"
         )
     other, names = saved.get("recipe", {}), saved.get("names") or []
     listed = isinstance(names, (list, tuple)) and all(
@@ -200,7 +200,7 @@ def check_family(saved: Mapping[str, Any] | None, family: str | None, kind: str)
     Raises:
         StateMismatchError: both families are known and differ.
     """
-    theirs = (saved or {}).get(FAMILY)
+    theirs = (saved or {}).get(_FAMILY)
     if None not in (theirs, family) and theirs != family:
         raise StateMismatchError(
             f"the state dict was saved from an optimizer of the {theirs} family and this {kind} is "
