@@ -21,7 +21,7 @@ from torch_bf16.rules import STORE
 from torch_bf16.sharding import any_flattened
 
 from .hooked_parameters import released
-from .release_options import ReleaseOptions, check_release
+from .release_options import ReleaseOptions
 from .released_steps import ReleasedSteps
 
 __all__ = ["release_as", "release_gradients"]
@@ -94,7 +94,7 @@ def release_gradients(
     ours = optimizer_for("release_gradients", optimizer)
     check_module("release_gradients", model)
     options = ReleaseOptions(max_norm, norm, accumulation_steps)
-    _check(ours, options)
+    _check(ours)
     return ReleasedSteps(model, ours, options)
 
 
@@ -115,7 +115,7 @@ def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:
         )
     arguments: dict[str, Any] = {} if release is True else {**release}
     options = ReleaseOptions(**arguments)
-    _check(optimizer, options)
+    _check(optimizer)
     ReleasedSteps(None, optimizer, options)
     optimizer._engine.release_options = release if release is True else arguments
     if "max_norm" not in arguments:
@@ -127,8 +127,7 @@ def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:
         )
 
 
-def _check(optimizer: Any, options: ReleaseOptions) -> None:
-    check_release(options)
+def _check(optimizer: Any) -> None:
     engine = optimizer._engine
     parameters = parameters_of(optimizer)
     why = None

@@ -7,18 +7,32 @@ from typing import Any
 
 from torch_bf16.argument_checks import check_max_norm, check_release_norm
 
-__all__ = ["ReleaseOptions", "check_release", "release_options"]
+__all__ = ["ReleaseOptions", "release_options"]
 
 _PREFIX = "release_"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReleaseOptions:
-    """How gradients are released; see :func:`torch_bf16.release_gradients`."""
+    """How gradients are released; see :func:`torch_bf16.release_gradients`.
+
+    Raises:
+        ValueError: an option is out of range; the message begins with its name.
+    """
 
     max_norm: float | None = None
     norm: str = "parameter"
     accumulation_steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_max_norm(self.max_norm)
+        check_release_norm(self.norm)
+        steps: Any = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(
+                f"accumulation_steps={steps!r} must be an int of at least 1: how many backward "
+                "passes make one step"
+            )
 
 
 def release_options(options: dict[str, Any]) -> ReleaseOptions | None:
@@ -56,25 +70,7 @@ def release_options(options: dict[str, Any]) -> ReleaseOptions | None:
                 "other gradients"
             )
         return None
-    release_arguments = ReleaseOptions(**arguments)
     try:
-        check_release(release_arguments)
+        return ReleaseOptions(**arguments)
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
-    return release_arguments
-
-
-def check_release(options: ReleaseOptions) -> None:
-    """Raise if an option is out of range.
-
-    Raises:
-        ValueError: an option is; the message begins with its name.
-    """
-    check_max_norm(options.max_norm)
-    check_release_norm(options.norm)
-    steps: Any = options.accumulation_steps
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(
-            f"accumulation_steps={steps!r} must be an int of at least 1: how many backward passes "
-            "make one step"
-        )
