@@ -1,12 +1,18 @@
-"""DDP's communication hook, of which a module accepts only one, ever."""
+"""The DDP modules in a model, and their communication hook: each accepts only one, ever."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Reducer", "hook_holder"]
+__all__ = ["Reducer", "ddp_modules", "hook_holder"]
+
+
+def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
+    """The DDP modules in a model, among them itself if it is one."""
+    return [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
 
 
 class Reducer:

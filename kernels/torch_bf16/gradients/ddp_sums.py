@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Passes
-from .ddp_hook import Reducer, hook_holder
+from .ddp_hook import Reducer, ddp_modules, hook_holder
 from .hooked_parameters import weakly
 from .reduce_scatter import all_reduce_mean
 
@@ -23,13 +23,13 @@ class DdpReader:
 
     Attributes:
         over: whether a backward pass has ended since the last forward pass.
-        hooks: handles of the hooks on the module.
+        hook: handle of the hook on the module.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._prepared = self.over = True
         self._module = weakref.ref(module)
-        self.hooks = [module.register_forward_hook(self._after_forward)]
+        self.hook = module.register_forward_hook(self._after_forward)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied module has a copy of the hook, whose reader no sum asks.
@@ -40,11 +40,6 @@ class DdpReader:
         """Whether it does; True if that is not certain."""
         # A pipeline calls the forward pass in no_sync, and prepares the reducer afterwards.
         return self._prepared or getattr(self._module(), "require_backward_grad_sync", False)
-
-    @classmethod
-    def all_in(cls, model: nn.Module) -> list[DdpReader]:
-        """One reader for each DDP module in a model."""
-        return [cls(m) for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
     def _after_forward(self, module: Any, *_: Any) -> None:
         # With this flag the forward pass prepares the reducer; without it, as in no_sync, the
@@ -93,7 +88,7 @@ class Fp32Reduction(Reducer):
         Raises:
             ValueError: an option or a communication hook of the module prevents it.
         """
-        modules = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        modules = ddp_modules(model)
         if not modules:
             return None
         module, *more = modules

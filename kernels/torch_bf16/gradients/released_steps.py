@@ -19,6 +19,7 @@ from torch_bf16.sharding import is_dtensor, local, shard_of, units, world_size
 
 from .arrivals import Arrivals
 from .backward import Passes
+from .ddp_hook import ddp_modules
 from .gathering import Gathering, Group, Waiting
 from .hooked_parameters import HookedParameters, released, weakly
 from .norm import clip_coefficient, norm_over_ranks, norms_of
@@ -92,9 +93,8 @@ class ReleasedSteps:
         self._setting: Any = None
         self._module_hook: Any = None
         if model is not None:
-            for each in model.modules():
-                if isinstance(each, DistributedDataParallel):
-                    self._follow(each)
+            for each in ddp_modules(model):
+                self._follow(each)
             self._module_hook = model.register_forward_pre_hook(
                 _FollowWrapper(weakly(self.follow_wrapper))
             )

@@ -14,6 +14,7 @@ from torch_bf16.backends import cuda_graphs
 from torch_bf16.model.gradient_hooks import has_node_hooks
 from torch_bf16.sharding import is_dtensor, local
 
+from .ddp_hook import ddp_modules
 from .ddp_sums import DdpReader
 from .gathering import Gathering, Group
 from .step_numbers import StepNumbers
@@ -36,8 +37,8 @@ class StochasticSums:
 
     def __init__(self, optimizer: Any, model: nn.Module | None) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._readers = [] if model is None else DdpReader.all_in(model)
-        self.hooks = [hook for each in self._readers for hook in each.hooks]
+        self._readers = [] if model is None else [*map(DdpReader, ddp_modules(model))]
+        self.hooks = [each.hook for each in self._readers]
         self._steps = StepNumbers()
         # Numbers of additions, by id of the parameter, which its hooks keep alive.
         self._numbers: dict[int, int] = {}

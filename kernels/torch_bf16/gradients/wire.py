@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.sharding import Unit, fsdp1_roots, reduce_by, units, world_size
 
+from .ddp_hook import ddp_modules
 from .reduce_scatter import ReduceScatter, check_all_to_all
 from .wire_ddp import BucketReduction
 
@@ -61,7 +61,7 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise NotImplementedError(
             f"gradients cannot be reduced with bf16 on the wire: {engine.host} reduces them itself"
         )
-    modules = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    modules = ddp_modules(model)
     all_units = [*units(model)]
     sharded = [u for u in all_units if any(p.dtype == torch.bfloat16 for p in u.parameters)]
     flattened = fsdp1_roots(model, _reduce_fsdp1)
