@@ -328,10 +328,8 @@ class ReleasedSteps:
         if self._setting is None:
             optimizer._check_step()
             self._setting = optimizer._setting()
-        bound = self._options.max_norm
-        with torch.no_grad():
-            norms = {} if bound is None else norms_of(taken)
-        inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, norms, bound))
+        bound, inputs = self._options.max_norm, StepInputs()
+        norms: _Norms = {}
         # A plan steps every parameter with a gradient, and the others' sums may be incomplete.
         others = [each for n, each in enumerate(group.members) if n not in numbers]
         aside = [(each, each.grad) for each in others if each.grad is not None]
@@ -339,6 +337,9 @@ class ReleasedSteps:
             parameter.grad = None
         try:
             with torch.set_grad_enabled(False):
+                if bound is not None:
+                    norms = norms_of(taken)
+                    inputs = StepInputs(self._coefficient(taken, norms, bound))
                 group.made = optimizer._update(taken, group.made, self._setting, inputs)
         finally:
             for parameter, gradient in aside:
@@ -351,7 +352,6 @@ class ReleasedSteps:
         for parameter in taken:
             parameter.grad = None
 
-    @torch.no_grad()
     def _coefficient(self, parameters: list[Tensor], norms: _Norms, max_norm: float) -> Tensor:
         if self.by_last_step and self.last_norm is not None:
             return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
