@@ -283,7 +283,7 @@ class ReleasedSteps:
             return
         gradient = local(parameter.grad)  # pyright: ignore[reportArgumentType]
         if running is None or self._by_its_own or id(parameter) in self._exchanged:
-            self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
+            self._take_alone(parameter)
         else:
             self._gathering.add(running, parameter, gradient, None, gradient.dtype)
 
@@ -315,7 +315,10 @@ class ReleasedSteps:
             self._take(group, dict.fromkeys(range(len(group.members))))
             return
         for parameter in group.members:
-            self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
+            self._take_alone(parameter)
+
+    def _take_alone(self, parameter: Tensor) -> None:
+        self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
 
     def _take(self, group: Group, numbers: dict[int, None]) -> None:
         """Take the steps of some members of a group, all with one coefficient."""
