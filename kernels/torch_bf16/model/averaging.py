@@ -23,7 +23,7 @@ from torch_bf16.sharding import any_flattened, is_dtensor, local, reshard, units
 
 from .blended_weights import exempt
 from .moving_averages import (
-    FORMATS,
+    FORMAT_BY_DTYPE,
     MovingAverages,
     by_name,
     check_place,
@@ -33,7 +33,7 @@ from .sharded_average import ShardedAverage, lying_in_place
 
 __all__ = ["EMA", "ema_multi_avg_fn", "rounds_stochastically"]
 
-_DTYPES = {each.name: dtype for dtype, each in FORMATS.items()}
+_DTYPES = {each.name: dtype for dtype, each in FORMAT_BY_DTYPE.items()}
 
 
 def _check_arguments(decay: float, seed: int) -> None:

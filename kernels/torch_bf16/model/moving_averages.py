@@ -19,10 +19,10 @@ from torch_bf16.sharding import (
     without_wrappers,
 )
 
-__all__ = ["FORMATS", "MovingAverages", "by_name", "check_place", "refuse_unaveraged"]
+__all__ = ["FORMAT_BY_DTYPE", "MovingAverages", "by_name", "check_place", "refuse_unaveraged"]
 
-FORMATS = {each.planes[0].dtype: each for each in (FP32, BF16_STOCHASTIC)}
-"""The formats of averages, by dtype."""
+FORMAT_BY_DTYPE = {each.planes[0].dtype: each for each in (FP32, BF16_STOCHASTIC)}
+"""The formats that averages can have."""
 
 
 class MovingAverages:
@@ -55,7 +55,7 @@ class MovingAverages:
         copies = {}
         for name, average in averages.items():
             memory, value = local(average), local(values[name])
-            if {memory.dtype, value.dtype} <= FORMATS.keys():
+            if {memory.dtype, value.dtype} <= FORMAT_BY_DTYPE.keys():
                 # Kernels write through addresses, in row-major order.
                 copies[name] = memory.detach().contiguous()
             elif not (memory.is_floating_point() or memory.is_complex()):
@@ -95,7 +95,7 @@ class MovingAverages:
             Task(
                 span,
                 AVERAGE,
-                (FORMATS[copies[name].dtype],),
+                (FORMAT_BY_DTYPE[copies[name].dtype],),
                 ((span.of(copies[name]),),),
                 values[name].dtype,
             )
