@@ -38,7 +38,7 @@ from .carried_forward import (
 from .composite_operations import decompose_under_autocast
 from .foreign_averages import watch_averages
 from .gradient_hooks import NodeHooks
-from .kept_fp32 import is_narrow, is_plain, kept, staying_ids
+from .kept_fp32 import is_castable, is_narrow, kept, staying_ids
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .nested_tensors import map_arguments
@@ -184,7 +184,7 @@ def _parts(model: nn.Module, recipe: Recipe) -> _Parts:
     to_fp32 = {id(p): p for p in asked if is_narrow(p)}
     to_bf16, in_bf16 = {}, set()
     for name, parameter in model.named_parameters():
-        if id(parameter) in staying or not is_plain(parameter):
+        if id(parameter) in staying or not is_castable(parameter):
             continue
         if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
             raise ValueError(

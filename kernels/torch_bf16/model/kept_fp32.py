@@ -19,8 +19,8 @@ from .fp32_adapters import fp32_adapters
 
 __all__ = [
     "fp32_parameters",
+    "is_castable",
     "is_narrow",
-    "is_plain",
     "kept",
     "matched_patterns",
     "refuse_unmatched",
@@ -141,7 +141,7 @@ def staying_ids(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     return staying
 
 
-def is_plain(parameter: Tensor) -> bool:
+def is_castable(parameter: Tensor) -> bool:
     """Whether a parameter is an ordinary tensor of floats, which can be cast."""
     # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
     return type(local(parameter)) in (Tensor, nn.Parameter) and parameter.is_floating_point()
@@ -149,7 +149,7 @@ def is_plain(parameter: Tensor) -> bool:
 
 def is_narrow(parameter: Tensor) -> bool:
     """Whether a parameter is an ordinary tensor of 16-bit floats."""
-    return is_plain(parameter) and parameter.dtype in (torch.bfloat16, torch.float16)
+    return is_castable(parameter) and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def _check_initialised(module: nn.Module) -> None:
