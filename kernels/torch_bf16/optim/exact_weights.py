@@ -60,7 +60,7 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     visible = shard.memory.contiguous()
     state = dict.get(optimizer.state, parameter, {})
     state = without_remainders(optimizer, shard, state)
-    masters = masters_in({key: local(each) for key, each in state.items()})
+    masters = masters_in(state)
     if not masters and (known := remainders.second_plane(shard, torch.int16)) is not None:
         masters = {"remainder16": known}
     format_ = stored_format(masters, "") if masters else None

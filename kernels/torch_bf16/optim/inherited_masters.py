@@ -18,9 +18,9 @@ from torch_bf16.backends import fetch
 from torch_bf16.engine.engine import begun_optimizers
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
-from torch_bf16.sharding import Shard, local, shard_of
+from torch_bf16.sharding import Shard, shard_of
 from torch_bf16.states.recoding import stored_format
-from torch_bf16.states.views import MASTERS, masters_in, planes_of_master
+from torch_bf16.states.views import MASTERS, masters_in
 
 from .overwritten import without_remainders
 
@@ -112,7 +112,7 @@ def _remember(states: Mapping[Tensor, tuple[BF16Optimizer, Mapping[str, Any]]]) 
     for parameter, (optimizer, state) in states.items():
         shard, model = shard_of(parameter), optimizer._engine.model()
         valid = without_remainders(optimizer, shard, state)
-        masters = masters_in({k: local(each) for k, each in planes_of_master(valid).items()})
+        masters = masters_in(valid)
         for plane in masters.values():
             visible = shard.memory.contiguous()
             (kept,) = fetch([plane], visible.device)

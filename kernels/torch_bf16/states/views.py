@@ -96,15 +96,16 @@ def planes_of_master(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The planes of a weight in a state, beside the parameter, as kernels read them.
+    """This rank's part of the planes of a weight, beside the parameter, as kernels read them.
 
     Args:
-        state: a state in memory, or as it was saved; of plain tensors.
+        state: a state in memory, or as it was saved.
     """
+    saved = {key: local(each) for key, each in planes_of_master(state).items()}
     masters = {}
     for key, dtype in _PLANES.items():
-        value: Any = state.get(key)
-        number = state.get(_AS_NUMBERS.get(key, ""))
+        value: Any = saved.get(key)
+        number = saved.get(_AS_NUMBERS.get(key, ""))
         if key in _BITS and getattr(value, "dtype", None) == torch.bfloat16:
             value = value.view(dtype)
         # NaN means that the parameter's format has no such plane; of no elements it cannot be told,
