@@ -79,6 +79,7 @@ def complete_state(
     with prefix_errors(label):
         home = Home.of(shard, recipe)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
+    whole: dict[str, Tensor] = {}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
         # Momentum may be switched on at any time, but moments of Adam exist from the first step on.
@@ -91,6 +92,7 @@ def complete_state(
                 "saved"
             )
         if each.shape is not None:
+            whole[each.name] = _factor(state.get(each.name), each, shard, label, changes)
             continue
         format_ = recipe.format_of(each.role, shard.shape, shard.parameter.dtype)
         if format_.block > 1:
@@ -98,11 +100,6 @@ def complete_state(
         planes = complete_moment(state, each.name, format_, home, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, shard, recipe, label, changes)
-    whole = {
-        each.name: _factor(state.get(each.name), each, shard, label, changes)
-        for each in rule.stage_states
-        if each.name in factors
-    }
     return others | place_states(complete, source, shard) | whole
 
 
