@@ -79,57 +79,66 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
         return
     modules = [*_modules(trace)]
     if (half := _half_part(modules, words)) is not None:
-        is_on = context._enabled and context.fast_dtype == torch.bfloat16
-        if is_on:
-            said = _said_of_half(half, off_inside=hasattr(error, "_bf16_explained"))
-            error.args = (f"{words.rstrip('.')}. {said}",)
-        error._bf16_explained = words, not is_on  # pyright: ignore[reportAttributeAccessIssue]
-        return
+        is_off = not (context._enabled and context.fast_dtype == torch.bfloat16)
+        inside = hasattr(error, "_bf16_explained")
+        _add(error, words, None if is_off else _said_of_half(half, off_inside=inside), is_off)
+    elif (weight := _bf16_weight(modules)) is not None:
+        module, name, device = weight
+        is_off = _is_off_around(context, device)
+        said = _said_of_weight(module, name, device, words, context, is_off)
+        _add(error, words, said, is_off)
+
+
+def _add(error: RuntimeError, words: str, said: str | None, is_off: bool) -> None:
+    """End torch's words by others, which contexts further out may replace if autocast is off."""
+    if said is not None:
+        error.args = (f"{words.rstrip('.')}. {said}",)
+    error._bf16_explained = words, is_off  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _bf16_weight(modules: list[nn.Module]) -> tuple[nn.Module, str, str] | None:
+    """The innermost weight of a cast model: its module, its name there, and its kind of device."""
     for module in reversed(modules):
-        own = module.named_parameters(recurse=False)
-        found = ((name, p.device.type) for name, p in own if p.dtype == torch.bfloat16)
-        weight, device = next(found, (None, ""))
-        path = None if weight is None else name_in_cast_model(module)
-        if path is not None:
-            pattern = path or f"*{weight}"
-            named = f"{'.'.join(filter(None, (path, weight)))!r} of {type(module).__name__}"
-            keep = (
-                f"keep_fp32=[{pattern!r}] (BF16_KEEP_FP32={pattern} for a launcher), or convert "
-                "the tensor: "
-            )
-            is_off = _is_off_around(context, device)
-            if _NO_KERNEL.search(words):
-                said = (
-                    f"torch has no bfloat16 kernel for this function, and {named} is bfloat16, or "
-                    "autocast made its input so. Keep a weight in fp32 with the recipe's option "
-                    f"{keep}x.float()"
-                )
-            elif is_off:
-                said = (
-                    f"{named} is a bfloat16 weight and met a tensor of another dtype, and "
-                    "autocast, which brings the two together, is off: the only one around this "
-                    f"call has enabled=False. Call the model under torch.autocast({device!r}, "
-                    "torch.bfloat16), whatever the script's own option for mixed precision says, "
-                    "or let it carry autocast along: torch_bf16.carry_autocast(model)"
-                )
-            elif context.device == device and context._enabled and context.fast_dtype == _FP16:
-                said = (
-                    f"{named} is a bfloat16 weight and met a tensor of another dtype, because "
-                    "this autocast is to float16, as torch.autocast('cuda') is where it names no "
-                    f"dtype. Name bfloat16: torch.autocast({device!r}, torch.bfloat16), and leave "
-                    "out the GradScaler, or let the model carry its own autocast along: "
-                    "torch_bf16.carry_autocast(model)"
-                )
-            else:
-                said = (
-                    f"{named} is a bfloat16 weight and met a tensor of another dtype where "
-                    "autocast does not bring them together, such as inside "
-                    "autocast(enabled=False). Keep it in fp32 with the recipe's option "
-                    f"{keep}x.to(weight.dtype)"
-                )
-            error.args = (f"{words.rstrip('.')}. {said}",)
-            error._bf16_explained = words, is_off  # pyright: ignore[reportAttributeAccessIssue]
-            return
+        for name, p in module.named_parameters(recurse=False):
+            if p.dtype == torch.bfloat16 and name_in_cast_model(module) is not None:
+                return module, name, p.device.type
+    return None
+
+
+def _said_of_weight(
+    module: nn.Module, name: str, device: str, words: str, context: Any, is_off: bool
+) -> str:
+    path = name_in_cast_model(module)
+    pattern = path or f"*{name}"
+    named = f"{'.'.join(filter(None, (path, name)))!r} of {type(module).__name__}"
+    keep = (
+        f"with the recipe's option keep_fp32=[{pattern!r}] (BF16_KEEP_FP32={pattern} for a "
+        "launcher), or convert the tensor: "
+    )
+    if _NO_KERNEL.search(words):
+        return (
+            f"torch has no bfloat16 kernel for this function, and {named} is bfloat16, or "
+            f"autocast made its input so. Keep a weight in fp32 {keep}x.float()"
+        )
+    met = f"{named} is a bfloat16 weight and met a tensor of another dtype"
+    if is_off:
+        return (
+            f"{met}, and autocast, which brings the two together, is off: the only one around "
+            f"this call has enabled=False. Call the model under torch.autocast({device!r}, "
+            "torch.bfloat16), whatever the script's own option for mixed precision says, or let it "
+            "carry autocast along: torch_bf16.carry_autocast(model)"
+        )
+    if context.device == device and context._enabled and context.fast_dtype == _FP16:
+        return (
+            f"{met}, because this autocast is to float16, as torch.autocast('cuda') is where it "
+            f"names no dtype. Name bfloat16: torch.autocast({device!r}, torch.bfloat16), and leave "
+            "out the GradScaler, or let the model carry its own autocast along: "
+            "torch_bf16.carry_autocast(model)"
+        )
+    return (
+        f"{met} where autocast does not bring them together, such as inside "
+        f"autocast(enabled=False). Keep it in fp32 {keep}x.to(weight.dtype)"
+    )
 
 
 def _half_part(modules: list[nn.Module], words: str) -> nn.Module | None:
@@ -179,8 +188,7 @@ def _explain_part(error: RuntimeError) -> None:
                 f"given. {f'{keep}convert' if path else 'Convert'} the tensor there, or leave "
                 "compute at 'autocast'"
             )
-            error.args = (f"{str(error).rstrip('.')}. {said}",)
-            error._bf16_explained = str(error), False  # pyright: ignore[reportAttributeAccessIssue]
+            _add(error, str(error), said, is_off=False)
             return
 
 
