@@ -83,7 +83,7 @@ def warn_if_blended(optimizer: torch.optim.Optimizer) -> None:
 
 def _find_lossy(optimizer: torch.optim.Optimizer) -> WatchedWeight | None:
     """Count a step, and do what is to be done at it: the weight to warn of, if one was found."""
-    global _steps, _begin, _warned, _searches
+    global _steps, _begin, _warned
     if _begin is None:
         return None
     # Before a window begins, too: what another optimizer trains is not an average.
@@ -95,24 +95,9 @@ def _find_lossy(optimizer: torch.optim.Optimizer) -> WatchedWeight | None:
         return None
     written_within, length = _WINDOWS[_begin]
     if _steps == _begin:
-        _weights.extend(_untrained())
-        if _searches > 0 and not _swaps():
-            _searches -= 1
-            _weights.extend(loose_averages([*_trained()], [*_optimizers], _SAMPLED))
+        _gather()
     elif _steps == _begin + written_within:
-        # By now every optimizer that takes turns with others is known.
-        trained = [*_trained()]
-        # By address, because views of a weight move with it.
-        moved = {each.data_ptr() for each in trained if is_plain(each)}
-        written = [each for each in _weights if each.is_written() and each.address not in moved]
-        _weights[:] = written
-        alone = dict(_never_trained({*map(id, trained)}))
-        for each in written:
-            if each.kind == "in the model" and id(each.get()) in alone:
-                each.kind, each.model = "in a model of its own", alone[id(each.get())]
-        modules = sorted({each.module for each in written if each.kind == "in the model"})
-        for each in _weights:
-            each.bits, each.modules = None, modules
+        _keep_written()
     elif _steps > _begin + written_within:
         for each in _weights[:_SAMPLED]:
             if each.loses_writes(_trained):
@@ -126,6 +111,32 @@ def _find_lossy(optimizer: torch.optim.Optimizer) -> WatchedWeight | None:
         if _begin is None:
             _end()
     return None
+
+
+def _gather() -> None:
+    """Watch all weights that may be blended: a window begins."""
+    global _searches
+    _weights.extend(_untrained())
+    if _searches > 0 and not _swaps():
+        _searches -= 1
+        _weights.extend(loose_averages([*_trained()], [*_optimizers], _SAMPLED))
+
+
+def _keep_written() -> None:
+    """Watch only weights that were written since the window began, and not by an optimizer."""
+    # By now every optimizer that takes turns with others is known.
+    trained = [*_trained()]
+    # By address, because views of a weight move with it.
+    moved = {each.data_ptr() for each in trained if is_plain(each)}
+    written = [each for each in _weights if each.is_written() and each.address not in moved]
+    _weights[:] = written
+    alone = dict(_never_trained({*map(id, trained)}))
+    for each in written:
+        if each.kind == "in the model" and id(each.get()) in alone:
+            each.kind, each.model = "in a model of its own", alone[id(each.get())]
+    modules = sorted({each.module for each in written if each.kind == "in the model"})
+    for each in written:
+        each.bits, each.modules = None, modules
 
 
 def exempt(module: nn.Module) -> None:
