@@ -13,7 +13,8 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     """The parameters of all groups of an optimizer, in their order.
 
     Args:
-        optimizer: an optimizer of any class; what stands in for one and has no groups has none.
+        optimizer: an optimizer of any class; what stands in for one and has no groups has none,
+            nor has None, in place of one that is gone.
 
     Example:
         >>> len(parameters_of(torch.optim.SGD(torch.nn.Linear(4, 4).parameters())))

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from torch_bf16.living import LivingSet
+from torch_bf16.parameters import parameters_of
 from torch_bf16.sharding import is_dtensor, places
 
 __all__ = ["HookedParameters", "released", "remove_with", "summed", "weakly"]
@@ -111,9 +112,7 @@ class HookedParameters:
 
     def drop_strangers(self) -> dict[int, Any]:
         """Unhook parameters that are in no group any more; returns those in groups, as above."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        in_groups = {id(p): p for group in groups for p in group["params"]}
+        in_groups = {id(p): p for p in parameters_of(self._optimizer())}
         if strangers := self.by_id.keys() - in_groups.keys():
             self.drop(strangers)
             self.owner.make_groups()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.errors import warn_once
+from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, units, world_size
 
@@ -121,8 +122,7 @@ class ReleasedSteps:
 
     def trains(self, parameters: Container[int]) -> bool:
         """Whether the optimizer has any of these parameters, by id, frozen or not."""
-        groups = getattr(self._optimizer(), "param_groups", ())
-        return any(id(p) in parameters for group in groups for p in group["params"])
+        return any(id(p) in parameters for p in parameters_of(self._optimizer()))
 
     def remove(self) -> None:
         """Return to ordinary steps, after ``backward()``."""

@@ -8,7 +8,6 @@ keyed by parameter and element, the bits do not depend on how parameters are put
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_bf16.engine.batch import Batch, Task
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, tensor_key
+from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span, all_gather, bare_name
 
@@ -55,11 +55,6 @@ class _Owner:
         if optimizer is None:
             return 0, None, 0
         return optimizer.recipe.seed, optimizer.backend, len(optimizer.param_groups)
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The parameters that the optimizer steps."""
-        groups = () if self.optimizer is None else self.optimizer.param_groups
-        return (each for group in groups for each in group["params"])
 
     def draw(self, parameter: Tensor) -> tuple[int, int]:
         """The step that a gradient is for, and its number among the reductions for that step."""
@@ -189,7 +184,7 @@ class BucketReduction(Reducer):
 
     def _share(self, setting: tuple[Any, ...], parameters: list[Tensor], rounded: Tensor) -> _Share:
         # Of several the last counts, as where exact weights are read.
-        owner_of = {p: each for each in self._owners for p in each.parameters()}
+        owner_of = {p: each for each in self._owners for p in parameters_of(each.optimizer)}
         owners = [owner_of.get(p, self._owners[0]) for p in parameters]
         first = rounded.numel() * dist.get_rank(self._group)
         spans: list[tuple[int, Span]] = []

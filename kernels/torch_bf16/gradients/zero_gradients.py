@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_bf16.parameters import parameters_of
 from torch_bf16.torch_patches import Replacement
 
 __all__ = ["let_torch_set_zeros"]
@@ -35,7 +36,7 @@ def _replacement() -> Replacement | None:
 
 def _in_any_dtype(original: Any) -> Any:
     def init_optim_state(optim: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        parameters: list[Any] = [each for group in optim.param_groups for each in group["params"]]
+        parameters: list[Any] = parameters_of(optim)
         summed = [p for p in parameters if p.grad is None and p.grad_dtype not in (None, p.dtype)]
         dtypes = [each.grad_dtype for each in summed]
         for each in summed:
