@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ from .step_numbers import StepNumbers
 __all__ = ["BucketReduction"]
 
 
+class _Setting(NamedTuple):
+    """What of an optimizer the shares of buckets depend on."""
+
+    seed: int = 0
+    backend: str | None = None
+    groups: int = 0
+
+
 class _Owner:
     """An optimizer, and how often each of its parameters was reduced for its next step."""
 
@@ -49,12 +57,12 @@ class _Owner:
         return self._optimizer()
 
     @property
-    def setting(self) -> tuple[int, str | None, int]:
+    def setting(self) -> _Setting:
         """Its seed, its backend, and the number of its groups."""
         optimizer = self.optimizer
         if optimizer is None:
-            return 0, None, 0
-        return optimizer.recipe.seed, optimizer.backend, len(optimizer.param_groups)
+            return _Setting()
+        return _Setting(optimizer.recipe.seed, optimizer.backend, len(optimizer.param_groups))
 
     def draw(self, parameter: Tensor) -> tuple[int, int]:
         """The step that a gradient is for, and its number among the reductions for that step."""
@@ -197,12 +205,12 @@ class BucketReduction(Reducer):
                 span = Span(name, shape, low - first, n, low - start, n, n)
                 spans.append((number, span))
         words = [
-            stream_base(owners[number].setting[0], tensor_key(span.name), REDUCTION.stream)
+            stream_base(owners[number].setting.seed, tensor_key(span.name), REDUCTION.stream)
             for number, span in spans
         ]
         tasks = [
             Task(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32)
             for _, span in spans
         ]
-        batch = Batch(tasks, 0, self._owners[0].setting[1]) if tasks else None
+        batch = Batch(tasks, 0, self._owners[0].setting.backend) if tasks else None
         return _Share(setting, owners, spans, np.array(words, np.int64), batch)
