@@ -26,7 +26,6 @@ class Shard:
 def test_groups_come_in_the_order_of_parameters_with_and_without_gradients(monkeypatch, without):
     monkeypatch.setattr(norm, "shard_of", Shard)
     monkeypatch.setattr(norm, "all_whole", lambda _: False)
-    monkeypatch.setattr(norm, "is_whole", lambda _: False)
     parameters = []
     for name in "ABA":
         parameter = nn.Parameter(torch.ones(4).bfloat16())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_bf16.backends import squares
 from torch_bf16.numerics.roots import has_fp64
-from torch_bf16.sharding import all_whole, as_real, gradients_of, is_whole, shard_of
+from torch_bf16.sharding import all_whole, as_real, gradients_of, shard_of
 
 __all__ = ["clip_coefficient", "norm_over_ranks", "norms_of"]
 
@@ -30,19 +30,15 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     Raises:
         ValueError: a gradient is sparse.
     """
+    parameters = [*parameters]
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     norms: dict[Any, list[Tensor]] = defaultdict(list)
-    parameters, plain = [*parameters], []
     if all_whole(parameters):
-        plain = [each for each in gradients_of(parameters) if each is not None]
+        present = [each for each in gradients_of(parameters) if each is not None]
+        alike.update((((), kind), of_kind) for kind, of_kind in _by_kind(present).items())
         parameters = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if is_whole(parameter):
-            if gradient is not None:
-                plain.append(gradient)
-            continue
-        shard = shard_of(parameter)
+        shard, gradient = shard_of(parameter), parameter.grad
         groups = tuple(shard.groups())
         if gradient is not None:
             _check(parameter, gradient.layout, gradient.dtype)
@@ -52,21 +48,26 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
             alike[groups, _KIND(gradient)].append(gradient)
         elif shard.in_row:
             norms[groups].append(torch.zeros((), device=parameter.device))
-    kinds = [*map(_KIND, plain)]
-    if any(dtype.is_complex for _, dtype, _ in {*kinds}):
-        plain = [as_real(each) if each.layout == torch.strided else each for each in plain]
-        kinds = [*map(_KIND, plain)]
-    if len({*kinds}) == 1:
-        alike[(), kinds[0]] += plain
-    else:
-        for kind, gradient in zip(kinds, plain, strict=True):
-            alike[(), kind].append(gradient)
     for (groups, (device, dtype, layout)), gradients in alike.items():
         _check(gradients[0], layout, dtype)
         norm = squares(gradients).sqrt()
         # It comes from the host if the device has no fp64.
         norms[groups].append(norm if norm.device == device else norm.float().to(device))
     return norms
+
+
+def _by_kind(gradients: list[Tensor]) -> dict[Any, list[Tensor]]:
+    """Gradients by device, dtype and layout; complex ones as pairs of real numbers."""
+    kinds = [*map(_KIND, gradients)]
+    if any(dtype.is_complex for _, dtype, _ in {*kinds}):
+        gradients = [as_real(each) if each.layout == torch.strided else each for each in gradients]
+        kinds = [*map(_KIND, gradients)]
+    if len({*kinds}) == 1:
+        return {kinds[0]: gradients}
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for kind, gradient in zip(kinds, gradients, strict=True):
+        alike[kind].append(gradient)
+    return alike
 
 
 def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
