@@ -29,7 +29,7 @@ class Reducer:
 
     def __reduce__(self) -> Any:
         # A process group cannot be copied, and DDP gives a copy of a module no hook.
-        return _blank, (type(self),)
+        return object.__new__, (type(self),)
 
     def register(self, module: DistributedDataParallel) -> None:
         """Reduce the buckets of a module that has no hook yet."""
@@ -57,10 +57,6 @@ def _hook_of(module: DistributedDataParallel) -> tuple[Any, Any]:
     hook, state = (getattr(module, "_comm_hooks", None) or [(None, None)])[0]
     copied = isinstance(state, Reducer) and not vars(state)
     return (None, None) if copied else (hook, state)
-
-
-def _blank(kind: type[Reducer]) -> Reducer:
-    return kind.__new__(kind)
 
 
 # DDP compares annotations with its own types, and these would be strings here.
