@@ -16,7 +16,6 @@ from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.errors import UNTOUCHED, Label, prefix_errors, suffix_errors
-from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.overwritten import drop_remainders, snapshot_of
@@ -30,7 +29,7 @@ from torch_bf16.states import schema
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes, stored_format
-from torch_bf16.states.views import COUNTER, MASTERS
+from torch_bf16.states.views import COUNTER, MASTERS, MOMENTS
 
 from .capabilities import Traits, is_elementwise, rewrites_weights
 from .idle_parameters import idle_parameters
@@ -58,8 +57,6 @@ Any other state is kept as its class makes it, in fp32 or as codes of its own.
 
 # Methods that a class may extend, in front of torch's or ours.
 _EXTENDED = ("state_dict", "load_state_dict", "add_param_group", "zero_grad")
-
-_MOMENTS = {*FORMATS["exp_avg"].values(), *FORMATS["exp_avg_sq"].values()}
 
 
 class ForeignEngine(Engine):
@@ -271,7 +268,7 @@ class ForeignOptimizer(BF16Optimizer):
             ):
                 local_states[key] = self._move(key, state, shard.take(value), shard)
             else:
-                known = {n for each in _MOMENTS for n in each.plane_names(key)}
+                known = {n for each in MOMENTS for n in each.plane_names(key)}
                 saved = {k: shard.take(each) for k, each in state.items() if k in known}
                 planes = complete_moment(saved, key, format_, home, label, changes)
                 local_states.update(zip(format_.plane_names(key), planes, strict=True))
