@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, FP32, ROLES, Format
 
 __all__ = [
+    "BESIDE_WEIGHTS",
     "Changes",
     "recode",
     "recode_weight",
@@ -24,6 +25,9 @@ __all__ = [
     "stored_format",
     "without_stale_remainders",
 ]
+
+BESIDE_WEIGHTS = [(each, plane) for each in ROLES["weights"].values() for plane in each.planes[1:]]
+"""The planes that formats keep of a weight beside the parameter, each with its format."""
 
 
 @dataclass
@@ -98,13 +102,12 @@ def without_stale_remainders(
         changes: counts the weights that continue from their bf16 numbers.
     """
     kept = dict(state)
-    beside = [(each, plane) for each in ROLES["weights"].values() for plane in each.planes[1:]]
-    suffixes = {plane.suffix for _, plane in beside}
+    suffixes = {plane.suffix for _, plane in BESIDE_WEIGHTS}
     others = [each for key, each in state.items() if key not in {*suffixes, "step"}]
     dtypes = {getattr(each, "dtype", None) for each in others}
     # torch casts every state: if one is fp32, the optimizer itself keeps the others in bf16.
     narrow = {*moments} == {FP32} and torch.bfloat16 in dtypes and torch.float32 not in dtypes
-    for format_, plane in beside:
+    for format_, plane in BESIDE_WEIGHTS:
         value = state.get(plane.suffix)
         # State dicts show 16 bits as bf16.
         shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
@@ -125,7 +128,7 @@ def restored_remainders(state: Mapping[str, Any]) -> dict[str, Any]:
         state: the state of one parameter.
     """
     restored = {}
-    for plane in (each for format_ in ROLES["weights"].values() for each in format_.planes[1:]):
+    for _, plane in BESIDE_WEIGHTS:
         value = state.get(plane.suffix)
         if type(value) is not Tensor or value.dtype != torch.float32:
             continue

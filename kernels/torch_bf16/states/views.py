@@ -21,7 +21,7 @@ from torch_bf16.formats import ROLES
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import is_dtensor, local, place_like, shard_of
 
-from .recoding import stored_format
+from .recoding import BESIDE_WEIGHTS, stored_format
 
 __all__ = [
     "COUNTER",
@@ -36,7 +36,7 @@ __all__ = [
     "to_view",
 ]
 
-_PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
+_PLANES = {plane.suffix: plane.dtype for _, plane in BESIDE_WEIGHTS}
 _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
 # Remainders as integers in fp32, which FSDP1 can gather beside fp32 moments.
 _AS_NUMBERS = {
