@@ -48,8 +48,7 @@ from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
 from .sharding import deepspeed_config
 from .tools.describe import Description, describe
-from .tools.figures import take_figures
-from .tools.monitor import LayerUpdate, UpdateMonitor
+from .tools.monitor import LayerUpdate, UpdateMonitor, take_figures
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ import torch
 
 from torch_bf16.tools.bench.entries import Entry
 from torch_bf16.tools.bench.peers import PEERS
-from torch_bf16.tools.silence import quiet
+from torch_bf16.tools.redirection import quiet
 
 SHAPES = [(6, 64), (64,), (10, 64)]
 PARAMETERS = 17 * 64

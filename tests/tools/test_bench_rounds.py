@@ -14,7 +14,7 @@ from torch_bf16.tools.bench import rounds as rounds_module
 from torch_bf16.tools.bench.clock import CpuClock
 from torch_bf16.tools.bench.rounds import measure
 from torch_bf16.tools.bench.time_limit import time_limit
-from torch_bf16.tools.silence import quiet
+from torch_bf16.tools.redirection import quiet
 
 CPU = torch.device("cpu")
 

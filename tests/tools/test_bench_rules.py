@@ -10,7 +10,7 @@ from torch_bf16.rules import ACCUMULATE, AVERAGE, MUON, STORE, WEIGHTS
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import rules
 from torch_bf16.tools.recipes import BY_BYTES
-from torch_bf16.tools.silence import quiet
+from torch_bf16.tools.redirection import quiet
 
 TINY = ["bench", "--rules", "--parameters", "20000", "--tensors", "3", "--rounds", "3"]
 # Not of an elementwise optimizer.

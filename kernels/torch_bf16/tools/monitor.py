@@ -22,7 +22,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 
 from .sampling import STALLING, Sample, is_foreseen, layer_of, sample_of
 
-__all__ = ["LayerUpdate", "UpdateMonitor"]
+__all__ = ["LayerUpdate", "UpdateMonitor", "take_figures"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -222,6 +222,23 @@ class UpdateMonitor:
             "(%d %s more per parameter)",
             *(layer, trouble, each.lr, more, "byte" if more == 1 else "bytes"),
         )
+
+
+def take_figures(monitors: Sequence[UpdateMonitor]) -> dict[str, float]:
+    """What monitors measured since the last call, as flat names and numbers for a logger.
+
+    Args:
+        monitors: those of a run, in the order of its optimizers.
+
+    Returns:
+        ``bf16/survived/<layer>`` and so on of an only monitor; of several,
+        ``bf16/optimizer_0/survived/<layer>``, ``bf16/optimizer_1/survived/<layer>`` and so on.
+    """
+    figures: dict[str, float] = {}
+    for number, monitor in enumerate(monitors):
+        prefix = f"bf16/optimizer_{number}" if len(monitors) > 1 else "bf16"
+        figures |= monitor.take_metrics(prefix)
+    return figures
 
 
 def _sums(sample: Sample) -> Tensor:

@@ -1,14 +1,17 @@
-"""Sends what is written to file descriptors elsewhere."""
+"""Leads what this process and its children print elsewhere, or nowhere."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
-__all__ = ["redirected"]
+__all__ = ["quiet", "redirected"]
 
 
 @contextmanager
@@ -34,3 +37,23 @@ def redirected(numbers: Sequence[int], target: int) -> Iterator[None]:
         for number, copy in zip(numbers, kept, strict=True):
             os.dup2(copy, number)
             os.close(copy)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop warnings, log messages, and what is printed by this process and by its children."""
+    disabled = logging.root.manager.disable
+    with (
+        tempfile.TemporaryFile("w", errors="replace") as sink,
+        redirected([1, 2], sink.fileno()),
+        redirect_stdout(sink),
+        redirect_stderr(sink),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            sink.flush()
+            logging.disable(disabled)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .silence import quiet
+from .redirection import quiet
 
 __all__ = ["available_bytes", "peak_growth"]
 

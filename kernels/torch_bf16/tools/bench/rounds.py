@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torch_bf16.errors import first_line
-from torch_bf16.tools.silence import quiet
+from torch_bf16.tools.redirection import quiet
 from torch_bf16.tools.system_memory import available_bytes
 
 from .clock import Clock, clock_for
