@@ -211,15 +211,15 @@ def test_without_metadata_nothing_is_said_of_the_oldest(monkeypatch):
     assert hosts.needed("torch") is None
 
 
-def test_processors_without_bf16_products_are_slow(capsys, monkeypatch):
+def test_processors_with_slow_bf16_products_are_named(capsys, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the GPU is what would be used")
-    monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"avx2", "avx512f"})
+    monkeypatch.setattr(obstacles, "bf16_product_ratio", lambda: 12.3)
     said = met(capsys)
-    assert "slow: this processor has no instructions for bf16 products" in said
+    assert "slow: this CPU takes 12.3 times as long for a bf16 matrix product" in said
     assert "-> compute='fp32'" in said
-    monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"amx_bf16"})
-    assert "no instructions for bf16 products" not in met(capsys)
+    monkeypatch.setattr(obstacles, "bf16_product_ratio", lambda: 1.5)
+    assert "for a bf16 matrix product" not in met(capsys)
 
 
 def with_a_gpu(monkeypatch, supported=True):

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from torch_bf16.errors import warn_once
 
-__all__ = ["bf16_product_ratio", "warn_slow_products"]
+__all__ = ["SLOW", "bf16_product_ratio", "warn_slow_products"]
 
 _ROWS, _TIMES = 256, 3
-# Above this ratio a whole step is slower, too.
-_SLOW = 2.0
+SLOW = 2.0
+"""The ratio above which a whole step is slower, too."""
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def bf16_product_ratio() -> float:
 def warn_slow_products() -> None:
     """Warn once in a process where bf16 products are slow, and say what to do."""
     ratio = bf16_product_ratio()
-    if ratio > _SLOW:
+    if ratio > SLOW:
         warn_once(
             f"this CPU takes {ratio:.1f} times as long for a bf16 matrix product as for an fp32 "
             "one (bf16 needs AVX512-BF16, AMX or their like), so that forward and backward passes "

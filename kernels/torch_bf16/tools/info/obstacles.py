@@ -25,14 +25,13 @@ from torch_bf16.environment import (
 )
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.gradients.release_options import release_options
+from torch_bf16.model.slow_products import SLOW, bf16_product_ratio
 from torch_bf16.recipe import RECIPES
 from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
 from .hosts import hook, host_rows, is_older, needed
 
 __all__ = ["Obstacle", "devices", "disabled_patches", "obstacles", "verdicts"]
-
-_CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @dataclass(frozen=True)
@@ -208,11 +207,11 @@ def _hardware() -> Iterator[Obstacle]:
                 f"{torch.cuda.get_device_name(device)} has no arithmetic in bf16 and emulates it",
                 "memory is saved all the same; fp32 or fp16 computes faster",
             )
-    if not torch.cuda.is_available() and not _CPU_BF16 & _cpu_flags():
+    if not torch.cuda.is_available() and (ratio := bf16_product_ratio()) > SLOW:
         yield Obstacle(
             "slow",
-            "this processor has no instructions for bf16 products (avx512_bf16, amx_bf16): torch's "
-            "take up to 40 times as long as fp32 ones",
+            f"this CPU takes {ratio:.1f} times as long for a bf16 matrix product as for an fp32 "
+            "one (bf16 needs AVX512-BF16, AMX or their like)",
             "compute='fp32' (BF16_COMPUTE=fp32), which computes in fp32 over the same bf16 weights",
         )
 
@@ -268,22 +267,9 @@ def _headers() -> bool:
     return Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
-def _cpu_flags() -> set[str]:
-    found: set[str] = set()
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith(("flags", "Features")):
-            found |= set(line.partition(":")[2].split())
-            break
-    return found
-
-
 def _loaded_libraries() -> str:
-    return _read("/proc/self/maps")
-
-
-def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path("/proc/self/maps").read_text()
     except OSError:
         return ""
 
