@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_bf16.tools.output import number, print_sentences, print_table
+from torch_bf16.tools.output import number, print_sentences, print_table, share
 
 from .examination import Examination
 from .verdict import Finding, Verdict
@@ -43,12 +43,12 @@ def show(content: Mapping[str, Any], most: int) -> None:
         (
             each["name"],
             each["verdict"],
-            _share(each["unmoved"]),
+            share(each["unmoved"]),
             number(each["distance"], 2),
-            _share(each["lost"]),
+            share(each["lost"]),
             number(each["half_unit"], 2),
             number(each["update"], 2),
-            _share(each["update_below_half_unit"]),
+            share(each["update_below_half_unit"]),
         )
         for each in shown
     ]
@@ -83,7 +83,3 @@ def _row(each: Finding, compared: bool) -> dict[str, Any]:
         "update_below_half_unit": None if plan is None else plan.below,
         "lr": None if plan is None else plan.lr,
     }
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}" if 0 < value < 1 else f"{value:.0%}"
