@@ -70,6 +70,57 @@ def test_a_weight_that_several_were_made_of_is_stored_as_they_were(compute):
     assert torch.allclose(model(X), before, atol=0.02)
 
 
+class Outer(nn.Module):
+    """A matrix of rank 1 from two vectors, which start from a matrix's singular vectors."""
+
+    def forward(self, x, y):
+        return x.unsqueeze(-1) @ y.unsqueeze(-2)
+
+    def right_inverse(self, weight):
+        u, s, v = torch.linalg.svd(weight, full_matrices=False)
+        return u[:, 0] * s[0].sqrt(), v[0] * s[0].sqrt()
+
+
+NOT_IN_BF16: list[Any] = [
+    pytest.param(
+        parametrizations.orthogonal,
+        "unsupported operand type.* for @: 'NoneType' and 'Tensor'",
+        id="orthogonal",
+    ),
+    pytest.param(
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Outer()),
+        r"forward\(\) missing 1 required positional argument",
+        id="outer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("register", "message"), NOT_IN_BF16)
+def test_what_starts_from_linear_algebra_is_registered_before_the_cast(register, message):
+    torch.manual_seed(0)
+    with pytest.raises(TypeError, match=message):
+        print(register(torch_bf16.cast_model(nn.Linear(4, 4))).weight)
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    register(layer)
+    plain: Any = layer.weight.detach().clone()
+    torch_bf16.carry_autocast(torch_bf16.cast_model(layer))
+    assert torch.allclose(layer.weight.float(), plain, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "spectral_norm"])
+def test_a_weight_is_read_under_autocast_or_of_a_layer_that_carries_it(name):
+    torch.manual_seed(0)
+    layer = torch_bf16.cast_model(PARAMETRIZE[name](nn.Linear(8, 8)))
+    with pytest.raises(RuntimeError, match=r"the same dtype|not implemented for 'BFloat16'"):
+        print(layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside: Any = layer.weight
+    torch_bf16.carry_autocast(layer)
+    outside: Any = layer.weight
+    assert torch.allclose(outside.float(), inside.float(), atol=0.02)
+
+
 class AsComplex(nn.Module):
     def forward(self, weight):
         return torch.complex(weight.float(), weight.float().flip(-1))
