@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,26 @@ def test_wrapper_of_one_optimizer_for_each_parameter_is_told_to_convert_each():
     with pytest.raises(NotImplementedError, match=r"convert\(each, recipe, .* holds there"):
         prepare(model, wrapper, "bf16-stochastic")
     prepare(model, wrapper.inner, "bf16-stochastic")
+
+
+@pytest.mark.parametrize("function", [prepare, lambda m, o, r: convert(o, r, model=m)])
+def test_class_whose_constructor_is_not_torchs_is_told_to_convert_what_it_holds(function):
+    class Composite(torch.optim.Optimizer):
+        """fairseq's CompositeOptimizer, whose values are no torch.optim.Optimizers."""
+
+        def __init__(self, optimizers):
+            self.wrappers = {key: SimpleNamespace(optimizer=o) for key, o in optimizers.items()}
+
+        def step(self, closure=None):
+            for each in self.wrappers.values():
+                each.optimizer.step()
+
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.AdamW(model.parameters())
+    with pytest.raises(NotImplementedError, match=r"no param_groups, .*convert\(each, recipe"):
+        function(model, Composite({"all": inner}), "bf16-stochastic")
+    assert model.weight.dtype == torch.float32
+    prepare(model, [inner], "bf16-stochastic")
 
 
 def test_class_that_takes_bf16_weights_only_is_refused_with_what_to_use(monkeypatch):

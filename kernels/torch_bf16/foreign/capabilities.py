@@ -109,6 +109,15 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return "it evaluates the closure several times per step, outside any update rule"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it updates what sparse gradients touch, and gradients here are dense"
+    # fairseq's CompositeOptimizer is such a class, around wrappers of optimizers.
+    missing = [name for name in ("defaults", "param_groups") if not hasattr(optimizer, name)]
+    if missing:
+        return (
+            f"its constructor does not call torch.optim.Optimizer's, so it has no {missing[-1]}, "
+            "and what it trains is not known. If it holds optimizers that take its steps, "
+            "torch_bf16.convert(each, recipe, model=model) converts them, and it is then left as "
+            "it is"
+        )
     if optimizer.defaults.get("differentiable"):
         return (
             "it was made with differentiable=True, and nothing can be differentiated through steps "

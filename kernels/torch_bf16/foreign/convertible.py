@@ -183,7 +183,8 @@ def _stays_fp32(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Modu
         staying = {id(p) for p in fp32_parameters(model, recipe).values()}
     except ValueError:  # a pattern of keep_fp32 matches nothing in it, which its cast will say
         return False
-    return staying.issuperset(map(id, parameters_of(optimizer)))
+    trained = {id(p) for p in parameters_of(optimizer)}
+    return bool(trained) and trained <= staying
 
 
 def check_same(
