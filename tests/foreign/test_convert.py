@@ -286,6 +286,14 @@ def with_own_step(parameters, scheduler=None):
     return optimizer
 
 
+def with_own_loading(parameters):
+    """nanotron's NamedOptimizer keeps torch's method, with which it loads."""
+    optimizer = torch.optim.AdamW(parameters)
+    of_torch = optimizer.load_state_dict
+    optimizer.load_state_dict = lambda state_dict, map_location=None: of_torch(state_dict)
+    return optimizer
+
+
 def constructor(kind, **options):
     return lambda parameters: kind(parameters, **options)
 
@@ -321,6 +329,10 @@ REFUSED = {
     "own-step-under-scheduler": (
         functools.partial(with_own_step, scheduler="above"),
         {}, NotImplementedError, "step method of this AdamW was replaced",
+    ),
+    "own-loading": (
+        with_own_loading, {},
+        NotImplementedError, "load_state_dict method of this AdamW .*with_own_loading.*lambda",
     ),
 }  # fmt: skip
 

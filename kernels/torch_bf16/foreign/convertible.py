@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -150,6 +151,7 @@ def check_conversion(
         check_group(group, number, given, cast)
         if target in (Adafactor, Muon):
             check_real(group, number, target.__name__, given)
+    _refuse_old_loading(optimizer)
     ours = target or foreign_class(type(optimizer))
     return Conversion(optimizer, ours, target is not None, _scheduler_wrapper(optimizer))
 
@@ -257,6 +259,25 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
             "Make it without them, and convert it before its first step. Nothing was changed"
         )
     return target
+
+
+def _refuse_old_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a replaced ``load_state_dict`` that goes on calling that of the old class.
+
+    nanotron's ``NamedOptimizer`` puts such a function on the optimizer that it wraps.
+    """
+    load = optimizer.__dict__.get("load_state_dict")
+    called = [load, *getattr(load, "args", ()), getattr(load, "func", None)]
+    if inspect.isfunction(load):
+        called += inspect.getclosurevars(load).nonlocals.values()
+    own = type(optimizer).load_state_dict
+    if any(getattr(each, "__func__", None) is own for each in called):
+        raise NotImplementedError(
+            f"the load_state_dict method of this {type(optimizer).__name__} was replaced by "
+            f"{getattr(load, '__qualname__', type(load).__name__)}, which would go on loading as "
+            "before, and cast each moment to its parameter's dtype. Convert first, and wrap the "
+            "method then. Nothing was changed"
+        )
 
 
 def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
