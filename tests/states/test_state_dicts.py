@@ -290,8 +290,8 @@ DAMAGES = {
         "remainder16 of param",
     ),
     "master cast": (
-        in_first_state("remainder16", torch.Tensor.float),
-        "remainder16 torch.float32 of .* is in no format of a weight's remainder; it was cast",
+        in_first_state("remainder16", torch.Tensor.half),
+        "remainder16 torch.float16 of .* is in no format of a weight's remainder; it was cast",
     ),
     "integer moment": (in_first_state("exp_avg", torch.Tensor.int), "must be floating-point"),
     "complex moment": (in_first_state("exp_avg", lambda t: t * 1j), "must be floating-point"),

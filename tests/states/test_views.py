@@ -50,6 +50,20 @@ def test_every_pattern_survives_a_file_and_a_load(tmp_path):
     assert torch.equal(state["remainder16"], patterns)
 
 
+def test_every_pattern_survives_a_program_that_saves_all_bf16_as_fp32():
+    """fairseq's move_to_cpu casts whatever has 16 bits."""
+    _, optimizer, patterns = with_every_pattern()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["remainder16"] = state["remainder16"].float()
+    _, other, _ = with_every_pattern()
+    for state in other.state.values():
+        state["remainder16"].zero_()
+    other.load_state_dict(saved)
+    (state,) = other.state.values()
+    assert torch.equal(state["remainder16"], patterns)
+
+
 def test_every_pattern_survives_a_distributed_checkpoint_in_place(tmp_path):
     module, optimizer, patterns = with_every_pattern()
     dcp.save({"o": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=tmp_path)

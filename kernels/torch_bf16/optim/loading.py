@@ -20,7 +20,7 @@ from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
 from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of
 from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
-from torch_bf16.states.recoding import Changes, without_stale_remainders
+from torch_bf16.states.recoding import Changes, restored_remainders, without_stale_remainders
 from torch_bf16.states.views import (
     MASTERS,
     from_view,
@@ -317,6 +317,9 @@ def _read(
                         for role in (FIRST_MOMENT, SECOND_MOMENT)
                     ]
                     state = without_stale_remainders(state, formats, changes)
+                else:
+                    # fairseq saves all bf16 tensors as fp32.
+                    state = {**state, **restored_remainders(state)}
                 if parameter.device.type == "meta":
                     raise StateMismatchError(
                         f"{optimizer.label(number, position)} is on the meta device, where a state "

@@ -120,7 +120,7 @@ def without_stale_remainders(
 
 
 def restored_remainders(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Planes of a weight in a state that ``torch.optim`` cast to fp32 as it loaded a dict of ours.
+    """Planes of a weight in a state that ``torch.optim`` or a program has cast to fp32.
 
     From int8 and from bf16, as which state dicts show 16 bits, that cast loses no bit.
 
