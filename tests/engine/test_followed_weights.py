@@ -113,3 +113,49 @@ def test_one_write_is_expected_again_for_one_step_alone(steps):
     for _ in range(steps - 1):
         take_step(p, optimizer)
     assert optimizer.state_dict()["torch_bf16"].get("written", False) == (steps == 1)
+
+
+def by_copying(p, average):
+    p.copy_(average)
+
+
+def by_arithmetic(p, average):
+    p.sub_(p - average)
+
+
+def train_replicas(write):
+    """Two of them, averaged after every fiftieth step."""
+    replicas = [make() for _ in range(2)]
+    for step in range(1, 402):
+        for n, (p, optimizer) in enumerate(replicas):
+            noise = torch.Generator().manual_seed(2 * step + n)
+            p.grad = torch.randn(SIZE, generator=noise).bfloat16()
+            optimizer.step()
+        if step % 50 == 0:
+            with torch.no_grad():
+                average = sum(p.float() for p, _ in replicas) / 2
+                for p, _ in replicas:
+                    write(p, average)
+
+
+@pytest.mark.parametrize("write", [by_copying, by_arithmetic])
+def test_averages_of_replicas_are_named_once_however_rare(write):
+    """Local SGD, or DiLoCo: a third of the movement was lost in silence."""
+    with pytest.warns(UserWarning, match="in place before this step, and before ear") as caught:
+        train_replicas(write)
+    assert len(caught) == 2
+
+
+@pytest.mark.parametrize("write", ["load", "put back", "clamp"])
+def test_what_is_loaded_clamped_or_put_back_after_every_fortieth_step_is_not_named(write):
+    p, optimizer = make()
+    for step in range(1, 400):
+        take_step(p, optimizer)
+        if step % 40 == 0:
+            before = p.detach().clone()
+            with torch.no_grad():
+                p.copy_(torch.randn(SIZE) if write == "load" else before + 0.01)
+                if write == "put back":
+                    p.copy_(before)
+                elif write == "clamp":
+                    p.copy_(before.clamp(-0.5, 0.5))

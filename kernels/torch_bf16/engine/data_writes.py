@@ -49,18 +49,24 @@ _touched: WeakSet[DataWatch] = WeakSet()
 _IDLE_STEPS = 32
 # Writes that change more than this part of the numbers are no clamp, and no SAM that rounds.
 _FEW_NUMBERS = 1 / 16
+# A blend moves numbers by few bf16 spacings; what is loaded instead is farther away.
+_NEAR = 16
 
 
 class WriteCounts(NamedTuple):
     """How many parameters something else has written since the last step.
 
     Attributes:
+        raised: whether a version was raised, perhaps by a write that changed nothing.
         through_data: parameters written through ``.data``, which does not raise the version.
         in_place: parameters written otherwise; 0 if only few of their numbers changed.
+        nearby: those of them most of whose changed numbers moved by few bf16 spacings.
     """
 
+    raised: bool
     through_data: int
     in_place: int
+    nearby: int
 
 
 class DataWatch:
@@ -158,6 +164,17 @@ class DataWatch:
         most = 2 * (changed & others).count_nonzero() > others.count_nonzero()
         return changed | ~others | most
 
+    def moved_little(self) -> Tensor | None:
+        """A mask of the numbers few bf16 spacings away from what they were; None if not known.
+
+        A lower byte tells it up to a multiple of 256 spacings.
+        """
+        now, then = self.lower_bytes(), self._bytes
+        if now is None or then is None:
+            return None
+        apart = (now - then.to(now.device)).view(torch.int8).short()
+        return apart.abs() <= _NEAR
+
     def note_step(self) -> None:
         """Drop the bytes; save new ones at once if an alias lives, which can write unnoticed."""
         self._aliases, self._bytes = self._live_aliases(), None
@@ -201,7 +218,7 @@ def zero_written(
         count, nor in place the largest and the smallest: they come from masks and clamps, which
         need no warning.
     """
-    through_data, in_place, size = [], [], 0
+    through_data, in_place, nearby, size, any_raised = [], [], [], 0, False
     for parameter in parameters if _touched else ():
         snapshot = snapshots.get(parameter)
         if snapshot is None or snapshot.data not in _touched:
@@ -214,6 +231,7 @@ def zero_written(
             # The bytes stay, if the step leaves the weight alone.
             snapshot.version = watch.version = version
         size += local(parameter).numel() if raised else 0
+        any_raised |= raised
         if changed is None:
             continue
         if count_in_place if raised else count:
@@ -223,13 +241,22 @@ def zero_written(
                 low, high = weight.aminmax()
                 moved &= (weight != low) & (weight != high)
             (in_place if raised else through_data).append(moved.count_nonzero())
+            if raised and (little := watch.moved_little()) is not None:
+                nearby.append((moved & little).count_nonzero())
         state = dict.get(states, parameter, {})
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    counts, n = _numbers([*through_data, *in_place]), len(through_data)
-    few = sum(counts[n:]) <= _FEW_NUMBERS * size
-    return WriteCounts(sum(map(bool, counts[:n])), 0 if few else sum(map(bool, counts[n:])))
+    counts, n = _numbers([*through_data, *in_place, *nearby]), len(through_data)
+    placed, near = counts[n : n + len(in_place)], counts[n + len(in_place) :]
+    if sum(placed) <= _FEW_NUMBERS * size:
+        placed = near = []
+    return WriteCounts(
+        any_raised,
+        sum(map(bool, counts[:n])),
+        sum(map(bool, placed)),
+        sum(2 * few > all_ for few, all_ in zip(near, placed, strict=True)),
+    )
 
 
 def _numbers(counts: list[Tensor]) -> list[int]:

@@ -112,6 +112,8 @@ class Engine:
         divided: what that host does with what the optimizer holds, for its description.
         steps: how many steps were taken or skipped.
         blended_steps: the recent steps before which something else moved many numbers in place.
+        written_step: the last step before which something else is known to have written weights.
+        rare_blends: how often something else moved many numbers in place, long after the last time.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
         warned_of_second_master: whether a warning has said what a second optimizer of a weight
             loses.
@@ -134,6 +136,7 @@ class Engine:
         self.warned_of_data_writes = self.warned_of_second_master = False
         self.steps = 0
         self.blended_steps: list[int] = []
+        self.written_step = self.rare_blends = 0
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _unknown
         self.optimizer: Callable[[], Any] = _unknown

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
+from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import warn
@@ -36,6 +37,11 @@ __all__ = [
 # A warning names writes in place before so many steps of a window, as by a Lookahead: loading, or
 # making weights anew, is rarer. Only the first steps of a run are observed: the host waits for it.
 _BLENDED_STEPS, _STEPS_IN_WINDOW, _OBSERVED_STEPS = 4, 64, 256
+# Replicas are averaged after hundreds of steps, too: writes this far apart are observed in all of a
+# run, and count if they move numbers by a few spacings.
+_STEPS_APART = 32
+
+_IN_PLACE = "written in place before this step, and before earlier ones"
 
 
 class _Written(Protocol):
@@ -74,6 +80,7 @@ def drop_remainders(
     if not members:
         return False
     _warn_of_second_master(optimizer, [each.shard for each in members])
+    unknown = 0
     for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
@@ -81,10 +88,17 @@ def drop_remainders(
         each.snapshot.version = each.shard.version()
         if (watch := each.snapshot.data) is not None:
             if not any(loaded):
+                unknown += bool(each.state.keys() & REMAINDERS)
                 watch.follow_writes()
             # The bytes that it saved belong to the old numbers.
             watch.note_step()
     remainders.forget(*(each.shard for each in members))
+    engine = optimizer._engine
+    if unknown and not (engine.warned_of_data_writes or engine.warned_of_second_master):
+        engine.rare_blends += _is_rare(engine)
+        if engine.rare_blends >= _BLENDED_STEPS:
+            _warn_of_writes(engine, f"{unknown} bf16 weights were {_IN_PLACE}")
+    engine.written_step = engine.steps
     return True
 
 
@@ -198,31 +212,46 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     remainders.forget_written(shards)
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
-    counts = not engine.warned_of_data_writes
+    counts, rare = not engine.warned_of_data_writes, _is_rare(engine)
     written = data_writes.zero_written(
         parameters,
         optimizer.state,
         engine.snapshots,
         count=counts,
-        count_in_place=counts and engine.steps < _OBSERVED_STEPS,
+        count_in_place=counts and (rare or engine.steps < _OBSERVED_STEPS),
     )
+    if written.raised:
+        engine.written_step = engine.steps
     if written.in_place:
         _warn_of_second_master(optimizer, shards)
     if written.in_place and not engine.warned_of_second_master:
         recent = [each for each in engine.blended_steps if each > engine.steps - _STEPS_IN_WINDOW]
         # Released steps come one by one.
         engine.blended_steps = [*dict.fromkeys([*recent, engine.steps])]
-    if written.through_data or len(engine.blended_steps) >= _BLENDED_STEPS:
-        engine.warned_of_data_writes, engine.blended_steps = True, []
-        how = (
+        engine.rare_blends += rare and written.nearby > 0
+    if (
+        written.through_data
+        or len(engine.blended_steps) >= _BLENDED_STEPS
+        or engine.rare_blends >= _BLENDED_STEPS
+    ):
+        _warn_of_writes(
+            engine,
             f"{written.through_data} bf16 weights were written through p.data since the last step"
             if written.through_data
-            else f"{written.in_place} bf16 weights were written in place before this step, and "
-            "before earlier ones"
+            else f"{written.in_place} bf16 weights were {_IN_PLACE}",
         )
-        warn(
-            f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
-            "from an fp32 master. To average or blend weights, compute with fp32 ones: with "
-            "torch_bf16.exact_weights(model, optimizer) as weights: ... (this warning appears only "
-            "once)",
-        )
+
+
+def _is_rare(engine: Engine) -> bool:
+    """Whether nothing is known to have written weights in the steps before this one."""
+    return engine.steps - engine.written_step >= _STEPS_APART
+
+
+def _warn_of_writes(engine: Engine, how: str) -> None:
+    engine.warned_of_data_writes, engine.blended_steps, engine.rare_blends = True, [], 0
+    warn(
+        f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
+        "from an fp32 master. To average or blend weights, compute with fp32 ones: with "
+        "torch_bf16.exact_weights(model, optimizer) as weights: ... (this warning appears only "
+        "once)",
+    )
