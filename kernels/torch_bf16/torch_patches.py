@@ -153,7 +153,7 @@ PATCHES: dict[str, TorchPatch] = {
         "torch.nn.Parameter.__deepcopy__",
         "cast_model",
         "a warning names a bf16 copy of a cast model that a program blends with it, such as a "
-        "plain average, which hardly moves",
+        "plain average, which hardly moves, or trains by an optimizer that was not converted",
         "such a copy goes unnoticed",
     ),
     "parameter_data": TorchPatch(

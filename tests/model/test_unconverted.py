@@ -1,5 +1,6 @@
 """Optimizers that step weights of ours without knowing it are warned about."""
 
+import copy
 import gc
 import warnings
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import torch_bf16
-from torch_bf16 import plugin_api
+from torch_bf16 import errors, plugin_api
 
 
 @pytest.fixture
@@ -24,6 +25,11 @@ def step(optimizer):
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+
+
+def step_each(optimizers):
+    for each in optimizers:
+        step(each)
 
 
 def test_one_that_was_not_converted_is_named_once(cast):
@@ -121,3 +127,23 @@ def test_a_model_that_is_gone_is_watched_no_longer():
     handle.remove()
     assert ours not in hooks
     assert hooks.keys() <= before
+
+
+def test_one_of_a_copy_is_named_once_however_many_there_are(cast, monkeypatch):
+    """The outer model of DiLoCo, a client's or an inner loop's, is often a ``deepcopy``."""
+    monkeypatch.setattr(errors, "_said", set())
+    match = "SGD steps over bfloat16 weights of a copy of a cast Linear .* model=copy.*float"
+    copies = [copy.deepcopy(cast), copy.deepcopy(copy.deepcopy(cast))]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in copies]
+    with pytest.warns(UserWarning, match=match) as caught:
+        step_each(optimizers)
+    assert len(caught) == 1
+
+
+def test_nothing_is_said_of_copies_that_are_converted_or_fp32(cast, monkeypatch):
+    monkeypatch.setattr(errors, "_said", set())
+    converted = torch.optim.SGD(copy.deepcopy(cast).parameters(), lr=0.1)
+    step(torch_bf16.convert(converted))
+    step(torch.optim.SGD(copy.deepcopy(cast).float().parameters(), lr=0.1))
+    # A copy of a model that was never cast.
+    step(torch.optim.SGD(copy.deepcopy(torch.nn.Linear(3, 3).bfloat16()).parameters(), lr=0.1))

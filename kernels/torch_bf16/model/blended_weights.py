@@ -27,6 +27,7 @@ from torch_bf16.torch_patches import Replacement, at_restore
 
 from .cast_modules import bf16_weights, cast_models
 from .loose_averages import loose_averages
+from .unconverted import note_copy
 from .watched_weight import WatchedWeight, is_comparable, is_plain
 
 __all__ = ["exempt", "leave_copies", "warn_if_blended", "watch_blends"]
@@ -184,10 +185,12 @@ def _noting(original: Any) -> Any:
     def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
         is_new = id(self) not in memo
         copy = original(self, memo)
-        if is_new and not (_swaps() or _warned) and is_comparable(copy):
-            with _lock:
-                _copies[copy] = id(self)
-                _begin_anew()
+        if is_new and not _swaps() and is_comparable(copy):
+            note_copy(copy, self)
+            if not _warned:
+                with _lock:
+                    _copies[copy] = id(self)
+                    _begin_anew()
         return copy
 
     return deepcopy

@@ -7,16 +7,17 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
-from torch_bf16.errors import warn
+from torch_bf16.errors import warn, warn_once
 from torch_bf16.parameters import parameters_of
 
-__all__ = ["FOR_OTHERS", "warn_unconverted"]
+__all__ = ["FOR_OTHERS", "note_copy", "warn_unconverted"]
 
 FOR_OTHERS = "_bf16_for_others"
 """Marks hooks on all optimizers that do nothing at steps of our optimizers."""
@@ -30,14 +31,24 @@ _ADVICE_FOR_LBFGS = (
 )
 # A part may be watched, and the model around it.
 _named: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Copies of bf16 weights, each with the id of the weight that it, or what it copied, is a copy of.
+_copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def note_copy(copy: Tensor, source: Tensor) -> None:
+    """Note that a bf16 weight is a deep copy: the optimizers of copied models are checked, too."""
+    with _lock:
+        _copied[copy] = _copied.get(source, id(source))
 
 
 def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     """Warn if an optimizer that was not converted steps bf16 weights of a model; once for each.
 
     Such an optimizer rounds every update to the nearest bf16 number, and nothing else would show
-    it. Every optimizer of the process is checked, at its first step only. :func:`cast_model` calls
-    this; a later call for the same model takes the place of an earlier one.
+    it. Every optimizer of the process is checked, at its first step only. One that steps a deep
+    copy of the model is named once per process, because programs make many: a client's, or that of
+    an inner loop. :func:`cast_model` calls this; a later call for the same model takes the place of
+    an earlier one.
 
     Args:
         model: a model that was cast, and may be sharded later; not kept alive.
@@ -65,7 +76,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         # It is one of ours, or leaves the step to one that it holds, as SAM and Lookahead do.
         if optimizer in _named or held_optimizers(optimizer):
             return
-        cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
+        cast = {*filter(_is_bf16, live.parameters())}
         if any(p in cast for p in parameters_of(optimizer)):
             _named.add(optimizer)
             # What the advice names would refuse it.
@@ -74,6 +85,18 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 f"{type(optimizer).__name__} steps over bfloat16 weights of "
                 f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
                 f"and small ones are lost. {instead}",
+            )
+            return
+        sources = {id(p) for p in cast}
+        if any(_copied.get(p) in sources and _is_bf16(p) for p in parameters_of(optimizer)):
+            _named.add(optimizer)
+            warn_once(
+                f"{type(optimizer).__name__} steps over bfloat16 weights of a copy of a cast "
+                f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
+                "and small ones are lost. Convert it, by torch_bf16.convert(optimizer, recipe, "
+                "model=copy), before its first step; or call float() on the copy, which then "
+                "trains in fp32, as the outer model of DiLoCo should",
+                key="unconverted copy",
             )
 
     setattr(before_step, FOR_OTHERS, True)
@@ -86,3 +109,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 _hooks.remove((old_model, handle))
         _hooks.append((reference, registered))
     return registered
+
+
+def _is_bf16(parameter: Tensor) -> bool:
+    return parameter.dtype == torch.bfloat16
