@@ -294,8 +294,8 @@ def test_released_sums_train_the_same_bits(make_accelerator, accumulate):
 def test_the_next_optimizer_takes_the_released_steps_over(make_accelerator, keep, release):
     """By the same accelerator, once that has freed the first one, or by another."""
     bare, kept = network(), []
-    for again in (True, release):
-        handler = BF16RecipeKwargs(release_gradients=again)
+    for seed, again in enumerate((True, release)):
+        handler = BF16RecipeKwargs(release_gradients=again, seed=seed)
         accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[handler])
         for _ in range(2):
             optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)

@@ -119,9 +119,56 @@ def test_eight_of_them_are_named_where_the_program_has_cast_the_weights(monkeypa
             torch_bf16.AdamW([p], recipe="bf16-fp32-master") for p in model.parameters()
         ],
         lambda model: [torch_bf16.AdamW([p]) for p in [*model.parameters()][:3]],
-        lambda model: [torch_bf16.AdamW(model.parameters()) for _ in range(5)],
+        lambda model: [torch_bf16.AdamW(model.parameters()) for _ in range(3)],
     ],
     ids=["names", "seeds", "exact", "few", "whole"],
 )
 def test_optimizers_with_noise_of_their_own_are_not_warned_of(model, apart):
     step_each(apart(model))
+
+
+def rounds(model, count, make=torch_bf16.AdamW, between=lambda model: None):
+    """As in federated averaging: a new optimizer in each round."""
+    for number in range(count):
+        optimizer = make(model.named_parameters())
+        step_each([optimizer, optimizer])
+        between(model)
+        del optimizer, number
+
+
+def test_a_fourth_optimizer_that_repeats_the_noise_of_the_first_is_named_once(model):
+    match = r"4 optimizers, this AdamW .* each from step 0 with seed 0: .*seed=round"
+    with pytest.warns(UserWarning, match=match) as warned:
+        rounds(model, 6)
+    assert len(warned) == 1
+
+
+def test_a_reset_of_the_state_repeats_the_noise_too(model):
+    optimizer = torch_bf16.AdamW(model.named_parameters())
+    with pytest.warns(UserWarning, match="draw the same noise"):
+        rounds(model, 4, lambda parameters: optimizer, lambda model: optimizer.state.clear())
+
+
+def test_optimizers_that_go_on_counting_or_draw_apart_or_begin_anew_are_not_named(model):
+    seeds = iter(range(8))
+
+    def seeded(parameters):
+        return torch_bf16.AdamW(parameters, recipe=get_recipe("bf16-stochastic", seed=next(seeds)))
+
+    def loaded(parameters):
+        optimizer = torch_bf16.AdamW(parameters)
+        optimizer.load_state_dict(state)
+        return optimizer
+
+    def make_anew(model):
+        for each in model:
+            each.reset_parameters()
+
+    rounds(model, 6, seeded)
+    rounds(model, 6, between=make_anew)
+    begun = {name: each.clone() for name, each in model.state_dict().items()}
+    rounds(model, 6, between=lambda model: model.load_state_dict(begun))
+    first = torch_bf16.AdamW(model.named_parameters())
+    first.step()
+    state = first.state_dict()
+    rounds(model, 6, loaded)

@@ -24,7 +24,7 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS, planes_of_master
 
-from . import inherited_masters, shared_noise
+from . import inherited_masters, repeated_noise, shared_noise
 from .overview import overview_of
 from .overwritten import snapshot_of
 from .replaced import check_replaced
@@ -107,6 +107,7 @@ def make_plan(
         remainders.forget(*_check_cast(optimizer, members))
     if last is None:
         shared_noise.warn_if_shared(optimizer, members)
+    repeated_noise.warn_if_repeated(optimizer, members)
     overview = overview_of(optimizer)
     if kept:
         for parameter in kept.keys() & steps.keys():
