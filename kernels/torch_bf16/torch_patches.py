@@ -64,6 +64,14 @@ PATCHES: dict[str, TorchPatch] = {
         "such an optimizer rounds fp32 moments to bf16 as it loads them, and takes the bits beside "
         "a weight for numbers",
     ),
+    "average_parameters": TorchPatch(
+        "average_parameters in torch.distributed.algorithms.model_averaging.utils",
+        "the first optimizer of this package",
+        "PostLocalSGDOptimizer and model averagers average the fp32 numbers of weights, and "
+        "masters keep all bits",
+        "they average bf16 numbers, which are rounded to nearest, as a warning says where there "
+        "are masters",
+    ),
     "broadcast_states": TorchPatch(
         "_broadcast_state_dict in torch.distributed.checkpoint.state_dict",
         "the first state dict of an optimizer of this package, once that module is imported",

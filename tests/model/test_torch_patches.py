@@ -8,6 +8,7 @@ import pytest
 import torch
 from averaged_network import LitEma
 from torch import nn
+from torch.distributed.algorithms.model_averaging import utils
 from torch.distributed.checkpoint import state_dict
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +54,7 @@ def applied() -> set[str]:
         for name, is_applied in {
             "optimizer_subclasses": "__subclasses__" in vars(torch.optim.Optimizer),
             "optimizer_state_dict": SAVE is not torch.optim.Optimizer.state_dict,
+            "average_parameters": hasattr(utils.average_parameters, "__wrapped__"),
             "broadcast_states": hasattr(state_dict._broadcast_state_dict, "__wrapped__"),
             "optimizer_init": hasattr(state_dict._init_optim_state, "__wrapped__"),
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
@@ -129,6 +131,7 @@ REPLACED = {
     "Module._load_from_state_dict": nn.Module,
     "Parameter.__deepcopy__": nn.Parameter,
     "Parameter.copy_": nn.Parameter,
+    "utils.average_parameters": utils,
     "Optimizer.state_dict": torch.optim.Optimizer,
     "Optimizer.load_state_dict": torch.optim.Optimizer,
 }

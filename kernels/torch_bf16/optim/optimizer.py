@@ -28,7 +28,7 @@ from torch_bf16.sharding import Shard
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
-from . import exact_weights, inherited_masters, loading, saving, shared_states
+from . import averaged_replicas, exact_weights, inherited_masters, loading, saving, shared_states
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, look_for_writes, states_without_remainders
 from .planning import check_recipe, make_plan, name_late_fp32, with_gradients
@@ -109,6 +109,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self._engine = self._engine_class()
         check_recipe(self)
         shared_states.follow_sharers()
+        averaged_replicas.average_exactly()
         accumulate_as(self.recipe, self)
         release_as(release, self)
         inherited_masters.inherit(self)
