@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.engine.member import Member
 from torch_bf16.errors import warn_once
-from torch_bf16.model.watched_weight import bits_of, is_comparable
+from torch_bf16.model.watched_weight import bits_of, is_readable
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -81,7 +81,8 @@ def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> Non
 
 
 def _begins(member: Member) -> bool:
-    if not (member.weights.stochastic and is_comparable(member.parameter)):
+    weight = member.parameter
+    if not (member.weights.stochastic and is_readable(weight)):
         return False
     return int(member.state["step"]) == 0
 
