@@ -165,7 +165,7 @@ def test_each_weight_is_judged_by_the_recipe_of_its_own_optimizer(tmp_path):
 def adamw_states(*names, shape=(64, 64), **more):
     """What torch's AdamW saves of weights that it has stepped, with more for each."""
     state = {"step": 9.0, "exp_avg": gaussian(*shape), "exp_avg_sq": gaussian(*shape).square()}
-    group = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.0, "amsgrad": False}
+    group = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     return {
         "state": {number: {**state, **more} for number in range(len(names))},
         "param_groups": [{**group, "params": [*range(len(names))], "param_names": [*names]}],

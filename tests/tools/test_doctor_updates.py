@@ -12,9 +12,14 @@ KNOWN = {
     "torch.Adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
     "torch.AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
     "torch.AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "torch.NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "torch.RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
     "torch.SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
     "torch.RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
     "AdamW": lambda p: torch_bf16.AdamW(p, **_OURS),
+    "NAdam": lambda p: torch_bf16.NAdam(p, **_OURS),
+    "RAdam": lambda p: torch_bf16.RAdam(p, **_OURS),
+    "ADOPT": lambda p: torch_bf16.ADOPT(p, **_OURS),
     "Lion": lambda p: torch_bf16.Lion(p, **_OURS),
     "SGD": lambda p: torch_bf16.SGD(p, momentum=0.9, **_OURS),
     "RMSprop": lambda p: torch_bf16.RMSprop(p, momentum=0.9, **_OURS),
@@ -67,9 +72,9 @@ def test_the_expected_update_is_the_one_that_is_taken_next(name, steps, tmp_path
     assert found == pytest.approx(taken, rel=rel)
 
 
-def of_another_library(group=None, **more):
+def of_another_library(steps=40, shape=(64, 64), group=None, **more):
     """A state dict of AdamW with the options and the states of another library's class."""
-    _, optimizer = trained(KNOWN["torch.AdamW"], 40)
+    _, optimizer = trained(KNOWN["torch.AdamW"], steps)
     found = optimizer.state_dict()
     (state,) = found["state"].values()
     state.update(more)
@@ -77,11 +82,41 @@ def of_another_library(group=None, **more):
     return found
 
 
+def test_steps_may_be_counted_by_group(tmp_path):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    whole = expected(tmp_path, weight, of_another_library())
+    states = of_another_library(group={"step": 40})
+    del states["state"][0]["step"]
+    assert expected(tmp_path, weight, states) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("corrects", [False, True, None])
+def test_prodigy_scales_its_learning_rate(corrects, tmp_path):
+    """Its moments are those of ``d * g``; it keeps flattened tensors, too.
+
+    They are corrected for their start only on request, for which some classes have no option.
+    """
+    weight = torch.zeros(64, 64)
+    plain = expected(tmp_path, weight, of_another_library(group={"weight_decay": 0.0}))
+    options = {"lr": 1.0, "d": 2e-3, "d_coef": 1.0}
+    if corrects is not None:
+        options["use_bias_correction"] = corrects
+    flat = torch.zeros(64 * 64)
+    states = of_another_library(group={**options, "weight_decay": 0.0}, s=flat, p0=flat)
+    bias = 1.0 if corrects else (1 - 0.9**40) / (1 - 0.999**40) ** 0.5
+    assert expected(tmp_path, weight, states) == pytest.approx(plain * 2 * bias, rel=1e-3)
+
+
 NOT_ADAMS = {
     "LAMB": ({"grad_averaging": True}, {}),
+    "AdamP": ({"wd_ratio": 0.1}, {}),
     "D-Adaptation": ({"d": 1e-3}, {}),  # whose first moment includes lr
+    "AvaGrad": ({"gamma": 0.1}, {}),
     "AdEMAMix": ({}, {"exp_avg_slow": torch.ones(64, 64)}),
     "SOAP": ({}, {"Q": [torch.eye(64), torch.eye(64)]}),
+    # Their first moment is one of gradients that are already divided; LaProp's includes lr, too.
+    "LaProp": ({}, {"exp_avg_lr_1": 1e-3, "exp_avg_lr_2": 1.0}),
+    "ADOPT of pytorch_optimizer": ({}, {"exp_avg": torch.ones(64, 64)}),
 }
 
 
@@ -115,24 +150,21 @@ def test_a_single_number_beside_the_moments_of_a_single_weight_is_unknown_too(tm
     assert expected(tmp_path, parameter, saved) is None
 
 
-def test_a_buffer_of_another_librarys_class_is_not_judged(tmp_path):
+@pytest.mark.parametrize("has_lr", [False, True])
+def test_a_buffer_that_includes_the_learning_rate_is_not_judged(has_lr, tmp_path):
     _, optimizer = trained(KNOWN["torch.RMSprop"], 3)
     saved = optimizer.state_dict()
-    assert expected(tmp_path, torch.ones(64, 64), saved) is not None
-    # timm's RMSpropTF, whose buffer includes the rate.
-    saved["param_groups"][0]["lr_in_momentum"] = True
-    assert expected(tmp_path, torch.ones(64, 64), saved) is None
+    saved["param_groups"][0]["lr_in_momentum"] = has_lr  # timm's RMSpropTF
+    found = expected(tmp_path, torch.ones(64, 64), saved)
+    assert (found is None) == has_lr
 
 
-@pytest.mark.parametrize("kind", ["ADOPT", "NAdam", "RAdam"])
-def test_other_rules_with_adams_moments_are_not_judged_as_adam(kind, tmp_path):
-    for module in (torch_bf16, torch.optim):
-        if make := getattr(module, kind, None):
-            parameter, optimizer = trained(lambda p, make=make: make(p, lr=1e-5), 3)
-            assert expected(tmp_path, parameter, optimizer.state_dict()) is None
-
-
-def test_what_a_schedule_leaves_in_a_group_is_no_option(tmp_path):
-    parameter, optimizer = trained(KNOWN["torch.AdamW"], 3)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=9)
-    assert expected(tmp_path, parameter, optimizer.state_dict()) is not None
+def test_a_stalled_run_of_adopt_is_not_cleared(tmp_path):
+    """Its updates, taken for Adam's, seemed hundreds of times as large."""
+    recipe = torch_bf16.Recipe(weights="bf16_nearest", exp_avg="bf16_nearest")
+    make = lambda p: torch_bf16.ADOPT(p, lr=1e-5, recipe=recipe)  # noqa: E731
+    parameter, optimizer = trained(make, 20, torch.bfloat16)
+    content = {"model": {"w": parameter.detach()}, "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "run.pt")
+    status, found = doctor(tmp_path / "run.pt", tmp_path / "found.json")
+    assert (status, found["healthy"]) == (1, False)

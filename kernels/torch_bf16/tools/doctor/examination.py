@@ -260,7 +260,7 @@ def _inner(name: str) -> str:
 def _steps(before: Saved | None, after: Saved, states: dict[str, State]) -> int | None:
     last = after.step
     if last is None:
-        counted = [steps_taken(state) for state, _, _ in states.values()]
+        counted = [steps_taken(state, group) for state, group, _ in states.values()]
         last = max(counted, default=0) or None
     if last is None or before is None:
         return last

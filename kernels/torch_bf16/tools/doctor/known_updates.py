@@ -1,26 +1,23 @@
-"""The updates that an optimizer's state determines: of torch's common classes, and ours.
+"""The updates that an optimizer's state determines, of ours and of other libraries.
 
-A checkpoint does not name its optimizer's class, so an update is recognized by the names of what is
-saved. An option or a state that torch's class does not have may be a part of another update, which
-is then unknown.
+A checkpoint does not name its optimizer's class, so an update is recognized by the names of what
+is saved. Whatever else is saved beside a weight may be a part of its update, which is then unknown.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_bf16.optim.lion import Lion
 from torch_bf16.rules.weight_decay import decay_per_lr
 from torch_bf16.states.views import COUNTER, MASTERS
 from torch_bf16.tools.foreign_states import extra_bits
 
-from .exact import Read, moment
+from .exact import CHUNK, Read, moment
 
 __all__ = ["Update", "finite", "known_update", "steps_taken"]
 
@@ -28,13 +25,20 @@ Update = Callable[[Tensor, int, int], Tensor]
 """``update(w, start, stop)``: the update of those elements of a flattened weight, which are ``w``
 now, in fp32."""
 
-# What else a group has: names, and what torch's schedules leave in it.
-_BESIDE = {
-    *("param_names", "name", "fully_decoupled_weight_decay", "initial_lr", "swa_lr"),
-    *("max_lr", "min_lr", "max_momentum", "base_momentum"),
+# Options of SGD and of RMSprop, whose buffer is the update. Muon and others make theirs from it.
+_UPDATE_IS_BUFFER = ("dampening", "centered")
+_BUFFER_HAS_LR = "lr_in_momentum"  # an option of timm's RMSpropTF
+# Of ADOPT, ours and timm's, whose first moment is the update; of Prodigy, which scales lr by d.
+_UPDATE_IS_FIRST_MOMENT = ("clip", "clip_exp")
+_PRODIGY = "d_coef"
+# Of LAMB, AdamP, D-Adaptation, AvaGrad, DualAdam and Conda, in this order.
+_UNKNOWN = {
+    *("grad_averaging", "trust_clip", "wd_ratio", "d", "gamma", "switch_rate", "update_proj_gap")
 }
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
-_STATES = {"step", COUNTER, *MASTERS, *_MOMENTS, *(f"{name}_scale" for name in _MOMENTS)}
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_COUNTS = ("step", "mu_product", COUNTER)
+_OF_PRODIGY = ("s", "p0")
 
 
 def known_update(
@@ -42,7 +46,9 @@ def known_update(
 ) -> Update | None:
     """The next update of a weight, as if its gradient were the mean that is saved.
 
-    Known are those of Adam, AdamW, Lion, and of SGD and RMSprop with momentum.
+    Known are those of Adam, AdamW, NAdam, ADOPT, Prodigy and Lion, of SGD and RMSprop with
+    momentum, and of RAdam of torch and ours. A class whose states and options are all Adam's, as
+    another library's RAdam's, is taken for Adam.
 
     Args:
         state: what the optimizer keeps for the weight.
@@ -50,33 +56,35 @@ def known_update(
         shape: the weight's shape; moments of another one, as of a projection, say nothing here.
         lr: the learning rate.
     """
-    if not all(
-        key in _STATES or extra_bits(key) or each is None or isinstance(each, (bool, str))
-        for key, each in state.items()
-    ):
-        return None
-    # Of options that are all another class's, too, one that only this class has.
     buffer = moment(state, "momentum_buffer", shape)
-    if buffer is not None:
-        known = _is_of(torch.optim.SGD, group, "dampening")
-        known = known or _is_of(torch.optim.RMSprop, group, "centered")
-        return (lambda w, start, stop: buffer(start, stop) * -lr) if known else None
-    first, betas = moment(state, "exp_avg", shape), group.get("betas")
+    if buffer is not None and any(key in group for key in _UPDATE_IS_BUFFER):
+        if group.get(_BUFFER_HAS_LR):
+            return None
+        return lambda w, start, stop: buffer(start, stop) * -lr
+    known = (*_MOMENTS, *_OF_PRODIGY) if _PRODIGY in group else _MOMENTS
+    betas = group.get("betas")
+    first = moment(state, "exp_avg", shape)
     if first is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return None
-    second = moment(state, "max_exp_avg_sq", shape) or moment(state, "exp_avg_sq", shape)
-    if second is not None:
-        known = _is_of(torch.optim.Adam, group, "amsgrad")
-        return _adam(first, second, betas, group, steps_taken(state), lr) if known else None
-    if not _is_of(Lion, group):
+    if not _keeps_only(known, state) or (_PRODIGY not in group and group.keys() & _UNKNOWN):
         return None
     decay = _decay(group)
+    if any(key in group for key in _UPDATE_IS_FIRST_MOMENT):
+        return lambda w, start, stop: first(start, stop).add_(w, alpha=decay).mul_(-lr)
+    second = moment(state, "max_exp_avg_sq", shape) or moment(state, "exp_avg_sq", shape)
+    if second is not None:
+        rates = [min(max(finite(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
+        if not _are_of_one_gradient(first, second, rates, prod(shape)):
+            return None
+        return _adam(first, second, rates, group, steps_taken(state, group), lr)
+    if "eps" in group:
+        return None
     return lambda w, start, stop: first(start, stop).sign_().add_(w, alpha=decay).mul_(-lr)
 
 
-def steps_taken(state: Mapping[str, Any]) -> int:
-    """How many steps a weight's optimizer has taken; 0 if unknown."""
-    return int(finite(state.get("step"), 0.0))
+def steps_taken(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
+    """How many steps a weight's optimizer has taken, which some count per group; 0 if unknown."""
+    return int(finite(state.get("step"), 0.0) or finite(group.get("step"), 0.0))
 
 
 def finite(value: Any, default: float) -> float:
@@ -86,10 +94,12 @@ def finite(value: Any, default: float) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
-def _is_of(kind: type, group: Mapping[str, Any], *own: str) -> bool:
-    """Whether a group's options are a class's, with those that only this class has."""
-    return (
-        group.keys() <= {*inspect.signature(kind).parameters, *_BESIDE} and {*own} <= group.keys()
+def _keeps_only(known: Sequence[str], state: Mapping[str, Any]) -> bool:
+    """Whether a state has nothing but these moments, counts and what belongs to the weight."""
+    expected = {*known, *(f"{name}_scale" for name in known), *_COUNTS, *MASTERS}
+    return all(
+        key in expected or extra_bits(key) or each is None or isinstance(each, (bool, str))
+        for key, each in state.items()
     )
 
 
@@ -100,21 +110,55 @@ def _decay(group: Mapping[str, Any]) -> float:
     return decay if group.get("decoupled_weight_decay", True) else 0.0
 
 
+def _are_of_one_gradient(first: Read, second: Read, rates: list[float], numel: int) -> bool:
+    """Whether the first moment can be a mean of what the second is the mean square of.
+
+    In pytorch_optimizer's ADOPT, whose options say nothing, it is a mean of gradients already
+    divided, which is larger unless they are large. By Cauchy and Schwarz
+    ``m**2 <= v * (1 - beta1)**2 / ((1 - beta2) * (1 - beta1**2 / beta2))``.
+    """
+    beta1, beta2 = rates
+    if beta1 * beta1 >= beta2:
+        return True
+    most = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
+    stop = min(numel, CHUNK)
+    beyond = first(0, stop).abs() > 1.1 * most * second(0, stop).sqrt()
+    return int(beyond.count_nonzero()) <= stop / 2
+
+
 def _adam(
-    first: Read,
-    second: Read,
-    betas: Sequence[Any],
-    group: Mapping[str, Any],
-    step: int,
-    lr: float,
+    first: Read, second: Read, rates: list[float], group: Mapping[str, Any], step: int, lr: float
 ) -> Update:
     eps, decay = finite(group.get("eps"), 1e-8), _decay(group)
-    rates = [min(max(finite(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
-    # Moments of an unknown age are as old as can be.
-    bias1, bias2 = (1 - beta**step if step else 1.0 for beta in rates)
+    # Moments that are not corrected for their start, or of an unknown age, are as old as can be.
+    by_default = group.get("bias_correction", _PRODIGY not in group)
+    corrected = step and group.get("use_bias_correction", by_default)
+    bias1, bias2 = (1 - beta**step if corrected else 1.0 for beta in rates)
+    if _PRODIGY in group:
+        d = finite(group.get("d"), 0.0)
+        lr, eps = lr * d, eps * d
+    # torch's RAdam alone has this option but not amsgrad or NAdam's.
+    rectified = "decoupled_weight_decay" in group and not group.keys() & {
+        "amsgrad",
+        "momentum_decay",
+    }
+    scale = _rectification(rates[1], step) if rectified else 1.0
 
     def update(w: Tensor, start: int, stop: int) -> Tensor:
-        root = second(start, stop).div_(bias2).sqrt_().add_(eps)
-        return first(start, stop).div_(bias1).div_(root).add_(w, alpha=decay).mul_(-lr)
+        mean = first(start, stop).div_(bias1)
+        if scale is not None:
+            root = second(start, stop).div_(bias2).sqrt_().add_(eps)
+            mean.div_(root).mul_(scale)
+        return mean.add_(w, alpha=decay).mul_(-lr)
 
     return update
+
+
+def _rectification(beta2: float, step: int) -> float | None:
+    """RAdam's factor (Liu et al., 2020, algorithm 2); None as long as it follows the mean alone."""
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * beta2**step / (1 - beta2**step) if step else longest
+    if length <= 5:
+        return None
+    of_length, of_longest = ((each - 4) * (each - 2) / each for each in (length, longest))
+    return math.sqrt(of_length / of_longest)

@@ -13,7 +13,7 @@ import torch
 from torch_bf16.checkpoints.reader import SavedTensor
 
 from .exact import CHUNK, Read, has_master, hides_bits
-from .known_updates import finite, known_update
+from .known_updates import finite, known_update, steps_taken
 from .movement import half_spacings
 
 __all__ = ["NextUpdate", "Rounding", "next_update", "rounding"]
@@ -33,12 +33,14 @@ class NextUpdate:
             bf16 leaves of it.
         below: share of the elements whose update is less than half a bf16 spacing.
         lr: the group's learning rate, or its initial one if that has come down to 0.
+        step: how many steps were taken.
     """
 
     update: float
     survived: float
     below: float
     lr: float
+    step: int
 
 
 def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str, Any]) -> Rounding:
@@ -96,4 +98,5 @@ def next_update(
         below += int((d.abs() < half_spacings(w)).sum())
     if not squares:
         return None
-    return NextUpdate(math.sqrt(squares / numel), product / squares, below / numel, rate)
+    size, step = math.sqrt(squares / numel), steps_taken(state, group)
+    return NextUpdate(size, product / squares, below / numel, rate, step)
