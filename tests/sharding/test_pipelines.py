@@ -247,3 +247,8 @@ def test_a_model_is_split_after_the_cast():
         assert torch.equal(last(first(x)), expected)
     names = [name for part in (first, last) for name, _ in part.named_parameters()]
     assert names == [name for name, _ in net.named_parameters()]
+    for part in (first, last):  # not net before: torch cannot split what enters autocast itself
+        torch_bf16.carry_autocast(part)
+    out = last(first(x))
+    assert out.dtype == torch.float32
+    assert torch.equal(out, expected.float())
