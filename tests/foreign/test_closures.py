@@ -1,4 +1,4 @@
-"""The closure of a converted optimizer's step: evaluated once, before the class's own step."""
+"""What a converted optimizer's step is given: a closure, evaluated once, and nothing else."""
 
 import copy
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from foreign_cases import exact_weights, make_run
 from optimizer_cases import bits
+
+import torch_bf16
 
 
 class CallsFirst(torch.optim.SGD):
@@ -102,3 +104,23 @@ def test_a_closure_that_fails_leaves_the_next_step_without_one():
     with pytest.raises(KeyError, match="batch"):
         optimizer.step(failing)
     assert optimizer.step() is None
+
+
+class Batched(torch.optim.SGD):
+    """As Sophia's step takes the batch's size."""
+
+    def step(self, closure=None, *, size=1):
+        return super().step(closure)
+
+
+def test_what_a_step_is_given_beside_a_closure_is_refused_by_name():
+    model = torch.nn.Linear(4, 4)
+    optimizer = Batched(model.parameters(), lr=0.1)
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-stochastic")
+    model.weight.grad = torch.ones_like(model.weight)
+    before = model.weight.detach().clone()
+    with pytest.raises(TypeError, match="given size, and that of a converted Batched takes a clos"):
+        optimizer.step(size=2)
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)

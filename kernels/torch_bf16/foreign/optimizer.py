@@ -105,12 +105,22 @@ class ForeignOptimizer(BF16Optimizer):
         """The rule that kernels run here: it stores the results of the class's own step."""
         return STORE
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+    def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:  # pyright: ignore
         """Take a step; the class's own step gets a closure that returns what ``closure`` did.
 
         So a class that would evaluate the model again in the middle of its step is refused, where
         without a closure it would leave that part out, or say that it was given none.
+
+        Raises:
+            TypeError: ``others`` were given, which the class's own step may know.
         """
+        if others:
+            raise TypeError(
+                f"step() was given {' and '.join(others)}, and that of a converted "
+                f"{self.torch_class.__name__} takes a closure only: the class's own step runs on "
+                "float32 copies, some parameters at a time. Write numbers to param_groups, if the "
+                "class reads them there, or train in float32"
+            )
         if closure is None:
             return super().step()
 
