@@ -137,15 +137,34 @@ def rounds(model, count, make=torch_bf16.AdamW, between=lambda model: None):
 
 
 def test_a_fourth_optimizer_that_repeats_the_noise_of_the_first_is_named_once(model):
-    match = r"4 optimizers, this AdamW .* each from step 0 with seed 0: .*seed=round"
+    match = r"begun at step 0 4 times, .*now an AdamW.* with seed 0: .*seed=round"
     with pytest.warns(UserWarning, match=match) as warned:
         rounds(model, 6)
     assert len(warned) == 1
 
 
+def test_the_layer_that_is_trained_from_the_start_counts_wherever_it_is(model):
+    """Of a model that is unfrozen from its last layer on, with an optimizer for each stage."""
+    stages = iter(range(1, 5))
+
+    def of_a_stage(parameters):
+        return torch_bf16.AdamW([*parameters][-next(stages) :])
+
+    with pytest.warns(UserWarning, match="begun at step 0 4 times"):
+        rounds(model, 4, of_a_stage)
+
+
+def test_tensors_that_were_stepped_can_be_swapped(model):
+    step_each([torch_bf16.AdamW(model.named_parameters())])
+    weight = next(model.parameters())
+    weight.grad = None
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.detach().float()))
+    assert weight.dtype == torch.float32
+
+
 def test_a_reset_of_the_state_repeats_the_noise_too(model):
     optimizer = torch_bf16.AdamW(model.named_parameters())
-    with pytest.warns(UserWarning, match="draw the same noise"):
+    with pytest.warns(UserWarning, match="noise is the same each time"):
         rounds(model, 4, lambda parameters: optimizer, lambda model: optimizer.state.clear())
 
 
@@ -168,6 +187,15 @@ def test_optimizers_that_go_on_counting_or_draw_apart_or_begin_anew_are_not_name
     rounds(model, 6, between=make_anew)
     begun = {name: each.clone() for name, each in model.state_dict().items()}
     rounds(model, 6, between=lambda model: model.load_state_dict(begun))
+    for _ in range(3):  # two stages of a sweep
+        model.load_state_dict(begun)
+        rounds(model, 2)
+    for number in range(6):  # a lottery ticket
+        model.load_state_dict(begun)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.view(-1)[: 2 * number] = 0
+        rounds(model, 1)
     first = torch_bf16.AdamW(model.named_parameters())
     first.step()
     state = first.state_dict()

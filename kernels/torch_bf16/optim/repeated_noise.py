@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.engine.member import Member
-from torch_bf16.errors import warn_once
+from torch_bf16.errors import warn_once, with_article
 from torch_bf16.model.watched_weight import bits_of, is_readable
 
 if TYPE_CHECKING:
@@ -26,24 +25,14 @@ __all__ = ["warn_if_repeated"]
 
 # Two or three, such as the stages of a training, do little harm: errors grow by the square root.
 _MANY = 4
-
-
-class _Beginning(NamedTuple):
-    """What is known of a weight as an optimizer began to train it.
-
-    Attributes:
-        drawn_by: the seed, and the name that keys the noise.
-        count: how many optimizers have begun with these, each where the one before had moved it.
-        bits: of its first elements.
-    """
-
-    drawn_by: tuple[int, str]
-    count: int
-    bits: Tensor
-
+# How many weights are remembered, those of the latest beginnings.
+_WEIGHTS = 64
 
 _lock = threading.Lock()
-_beginnings: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The bits of a weight's first elements at each of its beginnings, by its id, the seed and its name.
+# Not by weak references, because torch swaps no tensors that have some; a weight that has the id of
+# another one is unlike it.
+_beginnings: dict[tuple[int, int, str], list[Tensor]] = {}
 
 
 def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
@@ -51,33 +40,39 @@ def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> Non
 
     Args:
         optimizer: an optimizer whose step is planned.
-        members: those that are new in the plan; one stands for all.
+        members: those that are new in the plan; the first and the last one stand for all.
     """
-    # torch swaps no tensors that have weak references.
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return
-    member = next((each for each in members if _begins(each)), None)
-    if member is None:
-        return
-    drawn_by, bits = (optimizer.recipe.seed, member.shard.name), bits_of(member.parameter).cpu()
-    with _lock:
-        last = _beginnings.get(member.parameter)
-        count = 1
-        if last is not None and last.drawn_by == drawn_by:
-            count = last.count + 1 if _went_on(last.bits, bits) else 1
-            # A sweep begins with the same numbers each time.
-            count = last.count if torch.equal(last.bits, bits) else count
-        _beginnings[member.parameter] = _Beginning(drawn_by, count, bits)
+    begun = [each for each in members if _begins(each)]
+    seed = optimizer.recipe.seed
+    count = max((_count(each, seed) for each in begun[:1] + begun[1:][-1:]), default=0)
     if count >= _MANY:
-        kind, seed = type(optimizer).__name__, optimizer.recipe.seed
         warn_once(
-            f"{count} optimizers, this {kind} is the last, have trained the same weights one after "
-            f"the other, each from step 0 with seed {seed}: they draw the same noise, so that the "
-            "roundings of one round are those of every round, and do not average out. Keep one "
-            "optimizer, or load the state dict of the one before, or give each a seed of its own: "
+            f"the same weights have begun at step 0 {count} times, by optimizers made anew (now "
+            f"{with_article(optimizer)}) or by states that were reset, each time with seed {seed}: "
+            "the noise is the same each time, so that the roundings of one round are those of "
+            "every round, and do not average out. Keep one optimizer and its state, or load the "
+            "state dict of the one before, or give each a seed of its own: "
             f"torch_bf16.get_recipe({optimizer.recipe.name!r}, seed=round)",
             key="repeated noise",
         )
+
+
+def _count(member: Member, seed: int) -> int:
+    """How often a weight has begun at step 0, each time where the last one had moved it."""
+    key = id(member.parameter), seed, member.shard.name
+    bits = bits_of(member.parameter).cpu()
+    with _lock:
+        before = _beginnings.pop(key, [])
+        again = next((n for n, each in enumerate(before) if _is_same(each, bits)), None)
+        if again is not None:  # a sweep, or a ticket that is rewound and pruned
+            before = before[: again + 1]
+        else:
+            before = [*before, bits] if before and _went_on(before[-1], bits) else [bits]
+        # The first, which a program goes back to, and the last.
+        _beginnings[key] = before[:1] + before[1:][1 - _MANY :]
+        if len(_beginnings) > _WEIGHTS:
+            del _beginnings[next(iter(_beginnings))]
+    return len(before)
 
 
 def _begins(member: Member) -> bool:
@@ -85,6 +80,12 @@ def _begins(member: Member) -> bool:
     if not (member.weights.stochastic and is_readable(weight)):
         return False
     return int(member.state["step"]) == 0
+
+
+def _is_same(before: Tensor, now: Tensor) -> bool:
+    """Whether no number is another one, except where a mask has made it zero."""
+    changed = before != now if before.shape == now.shape else torch.tensor(True)
+    return not (changed & (now.view(torch.bfloat16) != 0)).any()
 
 
 def _went_on(before: Tensor, now: Tensor) -> bool:
