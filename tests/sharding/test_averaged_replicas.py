@@ -66,6 +66,28 @@ def test_averages_of_replicas_move_weights_as_far_as_in_fp32(ranks, recipe, rel,
     assert bits == others
 
 
+def after_steps(recipe, steps):
+    """The bits of this rank's weights after an average; each rank has taken its number of steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch_bf16.prepare(model, optimizer, recipe)
+    for _ in range(steps[dist.get_rank()]):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    averaging.average_parameters(model.parameters(), None)
+    return [p.detach().view(torch.int16).tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("steps", [(3, 2), (1, 0)])
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_replicas_with_other_numbers_of_steps_end_alike(ranks, recipe, steps):
+    """One without a step has no states yet."""
+    first, second = ranks(2, after_steps, recipe, steps)
+    assert first == second
+
+
 def outside_of_the_group(recipe):
     """Rank 1 is not in the group, and keeps its own numbers."""
     alone = dist.new_group([0])

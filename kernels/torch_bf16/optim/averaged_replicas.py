@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_bf16.engine.engine import begun_optimizers
-from torch_bf16.engine.wrappers import owners
+from torch_bf16.states.views import masters_in
 from torch_bf16.torch_patches import Replacement
+
+from .exact_weights import Write, write
+from .overview import placed
 
 __all__ = ["average_exactly"]
 
@@ -29,24 +32,47 @@ def average_exactly() -> None:
 
 def _averaging(original: Callable[..., None]) -> Any:
     def average_parameters(params: Iterable[nn.Parameter], process_group: Any) -> None:
-        every, of = [*params], owners(begun_optimizers())
-        ours = [p for p in every if p.dtype == torch.bfloat16 and p in of]
-        chosen = {*map(id, ours)}
-        if len(ours) < len(every):
-            original((p for p in every if id(p) not in chosen), process_group)
+        every = [*dict.fromkeys(params)]
+        # By dtype alone, because all ranks must call the same collectives: an optimizer may have
+        # begun on some of them only, as one that has loaded a state.
+        rounded = [p for p in every if p.dtype == torch.bfloat16]
+        if len(rounded) < len(every):
+            original((p for p in every if p.dtype != torch.bfloat16), process_group)
         group = dist.group.WORLD if process_group is None else process_group
-        if not ours or dist.get_rank(group) < 0:
+        if not rounded or dist.get_rank(group) < 0:
             return
         # As torch does: its own collectives must not run meanwhile.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         with torch.no_grad():
-            for p in ours:
-                mean = of[p].exact_weight(p) / dist.get_world_size(group)
-                dist.all_reduce(mean, group=group)
-                of[p].set_exact_weight(p, mean)
+            _average(rounded, group)
 
     return average_parameters
+
+
+def _average(weights: Iterable[nn.Parameter], group: Any) -> None:
+    optimizers = begun_optimizers()
+    owners = {p: (each, place) for each in optimizers for place, p in placed(each)}
+    writes: dict[Any, list[Write]] = {each: [] for each in optimizers}
+    for p in weights:
+        owner, place = owners.get(p, (None, None))
+        mean = (p.float() if owner is None else owner.exact_weight(p)).contiguous()
+        mean /= dist.get_world_size(group)
+        dist.all_reduce(mean, group=group)
+        if place is None:
+            p.copy_(mean)
+        else:
+            writes[owner].append(Write(place, p, mean))
+    for owner, its in writes.items():
+        write(owner, its)
+    # Replicas that have taken other numbers of steps round by other noise.
+    source = dist.get_global_rank(group, 0)
+    for p in weights:
+        numbers = p.detach().contiguous().clone()
+        dist.broadcast(numbers.view(-1).view(torch.uint8), source, group=group)
+        owner, _ = owners.get(p, (None, None))
+        if owner is None or not masters_in(owner.state[p]):
+            p.copy_(numbers)
 
 
 @functools.cache
