@@ -76,7 +76,7 @@ def test_class_whose_constructor_is_not_torchs_is_told_to_convert_what_it_holds(
 
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.AdamW(model.parameters())
-    with pytest.raises(NotImplementedError, match=r"no param_groups, .*convert\(each, recipe"):
+    with pytest.raises(NotImplementedError, match=r"no param_groups\. .*convert\(each, recipe"):
         function(model, Composite({"all": inner}), "bf16-stochastic")
     assert model.weight.dtype == torch.float32
     prepare(model, [inner], "bf16-stochastic")

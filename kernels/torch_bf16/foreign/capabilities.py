@@ -113,8 +113,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     missing = [name for name in ("defaults", "param_groups") if not hasattr(optimizer, name)]
     if missing:
         return (
-            f"its constructor does not call torch.optim.Optimizer's, so it has no {missing[-1]}, "
-            "and what it trains is not known. If it holds optimizers that take its steps, "
+            "its constructor does not call torch.optim.Optimizer's, so it has no "
+            f"{' and no '.join(missing)}. If it holds optimizers that take its steps, "
             "torch_bf16.convert(each, recipe, model=model) converts them, and it is then left as "
             "it is"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -267,11 +269,17 @@ def _refuse_old_loading(optimizer: torch.optim.Optimizer) -> None:
     nanotron's ``NamedOptimizer`` puts such a function on the optimizer that it wraps.
     """
     load = optimizer.__dict__.get("load_state_dict")
-    called = [load, *getattr(load, "args", ()), getattr(load, "func", None)]
-    if inspect.isfunction(load):
-        called += inspect.getclosurevars(load).nonlocals.values()
+    called = [load]
+    if isinstance(load, functools.partial):
+        called += [load.func, *load.args]
+    function = getattr(load, "__func__", load)
+    if inspect.isfunction(function):
+        called += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                called.append(cell.cell_contents)
     own = type(optimizer).load_state_dict
-    if any(getattr(each, "__func__", None) is own for each in called):
+    if any(own in (each, getattr(each, "__func__", None)) for each in called):
         raise NotImplementedError(
             f"the load_state_dict method of this {type(optimizer).__name__} was replaced by "
             f"{getattr(load, '__qualname__', type(load).__name__)}, which would go on loading as "
