@@ -145,5 +145,11 @@ def test_nothing_is_said_of_copies_that_are_converted_or_fp32(cast, monkeypatch)
     converted = torch.optim.SGD(copy.deepcopy(cast).parameters(), lr=0.1)
     step(torch_bf16.convert(converted))
     step(torch.optim.SGD(copy.deepcopy(cast).float().parameters(), lr=0.1))
-    # A copy of a model that was never cast.
-    step(torch.optim.SGD(copy.deepcopy(torch.nn.Linear(3, 3).bfloat16()).parameters(), lr=0.1))
+    # Copies of models that were never cast, some of whose weights have the ids of a cast one then.
+    plain = torch.nn.Linear(3, 3).bfloat16()
+    copies = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    for p in plain.parameters():
+        p.data = p.data.float()
+    torch_bf16.cast_model(plain)
+    for each in copies:
+        step(torch.optim.SGD(each.parameters(), lr=0.1))

@@ -88,7 +88,10 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             )
             return
         sources = {id(p) for p in cast}
-        if any(_copied.get(p) in sources and _is_bf16(p) for p in parameters_of(optimizer)):
+        if any(
+            p.requires_grad and _is_bf16(p) and _copied.get(p) in sources
+            for p in parameters_of(optimizer)
+        ):
             _named.add(optimizer)
             warn_once(
                 f"{type(optimizer).__name__} steps over bfloat16 weights of a copy of a cast "
@@ -102,6 +105,8 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     setattr(before_step, FOR_OTHERS, True)
     registered = register_optimizer_step_pre_hook(before_step)
     with _lock:
+        if all(watched() is not model for watched, _ in _hooks):
+            _forget_sources({*map(id, model.parameters())})
         # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
         for old_model, handle in _hooks[:]:
             if (watched := old_model()) is None or watched is model:
@@ -109,6 +114,13 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 _hooks.remove((old_model, handle))
         _hooks.append((reference, registered))
     return registered
+
+
+def _forget_sources(numbers: set[int]) -> None:
+    """Forget copies of weights that are gone, whose ids the weights of a new model have now."""
+    for copy, source in list(_copied.items()):
+        if source in numbers:
+            del _copied[copy]
 
 
 def _is_bf16(parameter: Tensor) -> bool:
