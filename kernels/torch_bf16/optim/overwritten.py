@@ -37,11 +37,9 @@ __all__ = [
 # A warning names writes in place before so many steps of a window, as by a Lookahead: loading, or
 # making weights anew, is rarer. Only the first steps of a run are observed: the host waits for it.
 _BLENDED_STEPS, _STEPS_IN_WINDOW, _OBSERVED_STEPS = 4, 64, 256
-# Replicas are averaged after hundreds of steps, too: writes this far apart are observed in all of a
+# Replicas are averaged after hundreds of steps, too: copies this far apart are observed in all of a
 # run, and count if they move numbers by a few spacings.
 _STEPS_APART = 32
-
-_IN_PLACE = "written in place before this step, and before earlier ones"
 
 
 class _Written(Protocol):
@@ -80,7 +78,6 @@ def drop_remainders(
     if not members:
         return False
     _warn_of_second_master(optimizer, [each.shard for each in members])
-    unknown = 0
     for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
@@ -88,17 +85,11 @@ def drop_remainders(
         each.snapshot.version = each.shard.version()
         if (watch := each.snapshot.data) is not None:
             if not any(loaded):
-                unknown += bool(each.state.keys() & REMAINDERS)
                 watch.follow_writes()
             # The bytes that it saved belong to the old numbers.
             watch.note_step()
     remainders.forget(*(each.shard for each in members))
-    engine = optimizer._engine
-    if unknown and not (engine.warned_of_data_writes or engine.warned_of_second_master):
-        engine.rare_blends += _is_rare(engine)
-        if engine.rare_blends >= _BLENDED_STEPS:
-            _warn_of_writes(engine, f"{unknown} bf16 weights were {_IN_PLACE}")
-    engine.written_step = engine.steps
+    optimizer._engine.written_step = optimizer._engine.steps
     return True
 
 
@@ -234,24 +225,22 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
         or len(engine.blended_steps) >= _BLENDED_STEPS
         or engine.rare_blends >= _BLENDED_STEPS
     ):
-        _warn_of_writes(
-            engine,
+        engine.warned_of_data_writes, engine.blended_steps, engine.rare_blends = True, [], 0
+        how = (
             f"{written.through_data} bf16 weights were written through p.data since the last step"
             if written.through_data
-            else f"{written.in_place} bf16 weights were {_IN_PLACE}",
+            else f"{written.in_place} bf16 weights were written in place before this step, and "
+            "before earlier ones"
+        )
+        warn(
+            f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
+            "from an fp32 master. To average or blend weights, compute with fp32 ones: with "
+            "torch_bf16.exact_weights(model, optimizer) as weights: ... To go back to earlier "
+            "weights, load torch_bf16.fp32_state_dict(model, optimizer) of then (this warning "
+            "appears only once)",
         )
 
 
 def _is_rare(engine: Engine) -> bool:
     """Whether nothing is known to have written weights in the steps before this one."""
     return engine.steps - engine.written_step >= _STEPS_APART
-
-
-def _warn_of_writes(engine: Engine, how: str) -> None:
-    engine.warned_of_data_writes, engine.blended_steps, engine.rare_blends = True, [], 0
-    warn(
-        f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
-        "from an fp32 master. To average or blend weights, compute with fp32 ones: with "
-        "torch_bf16.exact_weights(model, optimizer) as weights: ... (this warning appears only "
-        "once)",
-    )
