@@ -164,14 +164,14 @@ class DataWatch:
         most = 2 * (changed & others).count_nonzero() > others.count_nonzero()
         return changed | ~others | most
 
-    def moved_little(self) -> Tensor | None:
-        """A mask of the numbers few bf16 spacings away from what they were; None if not known.
+    def moved_little(self) -> Tensor:
+        """A mask of the numbers that are few bf16 spacings away from those saved.
 
-        A lower byte tells it up to a multiple of 256 spacings.
+        A lower byte tells it up to a multiple of 256 spacings. Without saved bytes none is.
         """
         now, then = self.lower_bytes(), self._bytes
         if now is None or then is None:
-            return None
+            return torch.zeros_like(local(self._parameter), dtype=torch.bool)
         apart = (now - then.to(now.device)).view(torch.int8).short()
         return apart.abs() <= _NEAR
 
@@ -237,25 +237,25 @@ def zero_written(
         if count_in_place if raised else count:
             weight = local(parameter)
             moved = changed & (weight != 0)
-            if raised and weight.numel():  # a clamp puts numbers on its bounds
-                low, high = weight.aminmax()
-                moved &= (weight != low) & (weight != high)
-            (in_place if raised else through_data).append(moved.count_nonzero())
-            if raised and (little := watch.moved_little()) is not None:
-                nearby.append((moved & little).count_nonzero())
+            if not raised:
+                through_data.append(moved.count_nonzero())
+            else:
+                if weight.numel():  # a clamp puts numbers on its bounds
+                    low, high = weight.aminmax()
+                    moved &= (weight != low) & (weight != high)
+                in_place.append(moved.count_nonzero())
+                nearby.append((moved & watch.moved_little()).count_nonzero())
         state = dict.get(states, parameter, {})
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    counts, n = _numbers([*through_data, *in_place, *nearby]), len(through_data)
-    placed, near = counts[n : n + len(in_place)], counts[n + len(in_place) :]
+    counts, n, m = _numbers([*through_data, *in_place, *nearby]), len(through_data), len(in_place)
+    through, placed, near = counts[:n], counts[n : n + m], counts[n + m :]
     if sum(placed) <= _FEW_NUMBERS * size:
         placed = near = []
+    mostly_near = [2 * few > all_ for few, all_ in zip(near, placed, strict=True)]
     return WriteCounts(
-        any_raised,
-        sum(map(bool, counts[:n])),
-        sum(map(bool, placed)),
-        sum(2 * few > all_ for few, all_ in zip(near, placed, strict=True)),
+        any_raised, sum(map(bool, through)), sum(map(bool, placed)), sum(mostly_near)
     )
 
 
