@@ -25,8 +25,8 @@ __all__ = ["warn_if_repeated"]
 
 # Two or three, such as the stages of a training, do little harm: errors grow by the square root.
 _MANY = 4
-# How many weights are remembered, those of the latest beginnings.
-_WEIGHTS = 64
+# How many weights are remembered, those of the latest beginnings, and how many elements of each.
+_WEIGHTS, _ELEMENTS = 64, 256
 
 _lock = threading.Lock()
 # The bits of a weight's first elements at each of its beginnings, by its id, the seed and its name.
@@ -60,7 +60,7 @@ def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> Non
 def _count(member: Member, seed: int) -> int:
     """How often a weight has begun at step 0, each time where the last one had moved it."""
     key = id(member.parameter), seed, member.shard.name
-    bits = bits_of(member.parameter).cpu()
+    bits = bits_of(member.parameter)[:_ELEMENTS].clone().cpu()
     with _lock:
         before = _beginnings.pop(key, [])
         again = next((n for n, each in enumerate(before) if _is_same(each, bits)), None)
@@ -84,8 +84,9 @@ def _begins(member: Member) -> bool:
 
 def _is_same(before: Tensor, now: Tensor) -> bool:
     """Whether no number is another one, except where a mask has made it zero."""
-    changed = before != now if before.shape == now.shape else torch.tensor(True)
-    return not (changed & (now.view(torch.bfloat16) != 0)).any()
+    if before.shape != now.shape:
+        return False
+    return not ((before != now) & (now.view(torch.bfloat16) != 0)).any()
 
 
 def _went_on(before: Tensor, now: Tensor) -> bool:
