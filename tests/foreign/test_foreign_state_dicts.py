@@ -20,6 +20,15 @@ from optimizer_cases import bits
 import torch_bf16
 
 
+def save_and_go_on(kind, recipe):
+    """What a run saves after three steps, and its exact weights after three more."""
+    model, optimizer = make_run(kind, recipe)
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(3, 6))
+    return saved, exact_weights(model, optimizer)
+
+
 def resume(kind, recipe, saved):
     """A run with other weights, which loads those of another model and its optimizer's states."""
     model, optimizer = make_run(kind, recipe, seed=1)
@@ -54,11 +63,7 @@ class CastsWhatItHasLoaded(Momentum):
 
 
 def test_states_that_a_class_casts_once_they_are_loaded_keep_their_bits():
-    model, optimizer = make_run(CastsWhatItHasLoaded, "bf16-fp32-master")
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(3, 6))
-    expected = exact_weights(model, optimizer)
+    saved, expected = save_and_go_on(CastsWhatItHasLoaded, "bf16-fp32-master")
     model, optimizer = resume(CastsWhatItHasLoaded, "bf16-fp32-master", saved)
     dtypes = {each["momentum_buffer"].dtype for each in optimizer.state.values()}
     assert dtypes == {torch.float32}
@@ -70,13 +75,9 @@ def test_states_that_a_class_casts_once_they_are_loaded_keep_their_bits():
 @pytest.mark.parametrize("name", ["Adadelta", "Adamax", "ASGD", "Rprop"])
 def test_steps_that_older_versions_of_torch_kept_as_numbers_are_loaded(name):
     kind = getattr(torch.optim, name)
-    model, optimizer = make_run(kind, "bf16-stochastic")
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    saved, expected = save_and_go_on(kind, "bf16-stochastic")
     for state in saved[1]["state"].values():
         state.update((k, v.item()) for k, v in state.items() if k in ("step", "eta", "mu"))
-    train(model, optimizer, range(3, 6))
-    expected = exact_weights(model, optimizer)
     model, optimizer = make_run(kind, "bf16-stochastic", seed=1)
     frozen = next(model.parameters()).requires_grad_(False)  # its state is loaded nevertheless
     model.load_state_dict(saved[0])
@@ -97,11 +98,7 @@ class ReadsItsStates(Momentum):
 
 
 def test_states_of_today_are_not_shown_to_a_class_that_may_expect_other_dtypes():
-    model, optimizer = make_run(ReadsItsStates, "bf16-fp32-master")
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(3, 6))
-    expected = exact_weights(model, optimizer)
+    saved, expected = save_and_go_on(ReadsItsStates, "bf16-fp32-master")
     model, optimizer = resume(ReadsItsStates, "bf16-fp32-master", saved)
     train(model, optimizer, range(3, 6))
     assert all(map(torch.equal, exact_weights(model, optimizer), expected))
