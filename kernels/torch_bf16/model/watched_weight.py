@@ -196,9 +196,9 @@ def is_readable(weight: Tensor) -> bool:
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def bits_of(weight: Tensor) -> Tensor:
-    """int16, the bits of its first elements, 4,096 at most; a copy."""
-    return weight.detach().reshape(-1)[:_COMPARED_ELEMENTS].view(torch.int16).clone()
+def bits_of(weight: Tensor, most: int = _COMPARED_ELEMENTS) -> Tensor:
+    """int16, the bits of its first elements, ``most`` of them at most; a copy."""
+    return weight.detach().reshape(-1)[:most].view(torch.int16).clone()
 
 
 def _place(weight: Tensor) -> tuple[int, int]:

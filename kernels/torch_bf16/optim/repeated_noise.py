@@ -60,7 +60,7 @@ def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> Non
 def _count(member: Member, seed: int) -> int:
     """How often a weight has begun at step 0, each time where the last one had moved it."""
     key = id(member.parameter), seed, member.shard.name
-    bits = bits_of(member.parameter)[:_ELEMENTS].clone().cpu()
+    bits = bits_of(member.parameter, _ELEMENTS).cpu()
     with _lock:
         before = _beginnings.pop(key, [])
         again = next((n for n, each in enumerate(before) if _is_same(each, bits)), None)
