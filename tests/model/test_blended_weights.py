@@ -15,6 +15,7 @@ from torch import nn
 import torch_bf16
 from torch_bf16 import torch_patches
 from torch_bf16.model import blended_weights, watched_weight
+from torch_bf16.model.copied_weights import watched_copies
 from torch_bf16.model.watched_weight import bits_of
 from torch_bf16.torch_patches import SWITCH
 
@@ -268,12 +269,12 @@ def test_weights_that_other_optimizers_train_are_not_named_nor_watched(head_star
     train(*first, first[0], first[0], lambda *_: None, head_start)
     # The search, at the eighth step, knows only optimizers that have stepped.
     found = 2 * bool(head_start)
-    assert [each.kind for each in blended_weights._weights].count("loose") == found
+    assert [each.kind for each in blended_weights._watch.weights].count("loose") == found
     for _ in range(STEPS):
         for model, optimizer in pairs:
             train(model, optimizer, model, model, lambda *_: None, 1)
-            assert [each.kind for each in blended_weights._weights].count("loose") <= found
-    assert not blended_weights._weights
+            assert [each.kind for each in blended_weights._watch.weights].count("loose") <= found
+    assert not blended_weights._watch.weights
     assert len(views) == 3
 
 
@@ -349,7 +350,7 @@ def averages_of(model):
 
 
 def test_nothing_is_kept_alive_and_nothing_looked_at_after_the_windows(monkeypatch):
-    monkeypatch.setattr(blended_weights, "_WINDOWS", {8: (16, 64), 1000: (32, 128)})
+    monkeypatch.setattr(blended_weights, "_WINDOWS", blended_weights._WINDOWS[:2])
     model, optimizer = prepared(nn.Linear(32, 32))
     freed = []
     average = copy.deepcopy(model)
@@ -363,8 +364,8 @@ def test_nothing_is_kept_alive_and_nothing_looked_at_after_the_windows(monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, model, model, lambda *_: None, 2)
-    assert not blended_weights._weights
-    assert not len(blended_weights._copies)
+    assert not blended_weights._watch.weights
+    assert not watched_copies()
 
 
 def test_weights_and_copies_can_be_swapped_where_torch_is_told_to():

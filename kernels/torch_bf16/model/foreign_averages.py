@@ -22,7 +22,7 @@ from torch_bf16.sharding import local
 from torch_bf16.torch_patches import Replacement
 
 from .averaging import rounds_stochastically
-from .blended_weights import exempt, leave_copies
+from .blended_weights import exempt, named_elsewhere
 from .cast_modules import bf16_weights, is_of_cast_model
 from .lit_ema import replace_lit_emas
 from .watched_weight import has_address
@@ -136,7 +136,7 @@ def _warn(name: str | None, mover: str) -> None:
     if name is None or _warned:
         return
     _lookups, _warned = 0, True
-    leave_copies()
+    named_elsewhere()
     warn(
         f"an average of {name!r} is bfloat16, as in the cast model that it copied, and {mover} "
         "rounds it to nearest: an update that moves it by less than half a bf16 spacing (0.2 to "

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import warn, warn_once
 from torch_bf16.parameters import parameters_of
 
-__all__ = ["FOR_OTHERS", "note_copy", "warn_unconverted"]
+from .copied_weights import forget_sources, source_of
+
+__all__ = ["FOR_OTHERS", "warn_unconverted"]
 
 FOR_OTHERS = "_bf16_for_others"
 """Marks hooks on all optimizers that do nothing at steps of our optimizers."""
@@ -31,14 +32,6 @@ _ADVICE_FOR_LBFGS = (
 )
 # A part may be watched, and the model around it.
 _named: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Copies of bf16 weights, each with the id of the weight that it, or what it copied, is a copy of.
-_copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def note_copy(copy: Tensor, source: Tensor) -> None:
-    """Note that a bf16 weight is a deep copy: the optimizers of copied models are checked, too."""
-    with _lock:
-        _copied[copy] = _copied.get(source, id(source))
 
 
 def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
@@ -89,7 +82,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             return
         sources = {id(p) for p in cast}
         if any(
-            p.requires_grad and _is_bf16(p) and _copied.get(p) in sources
+            p.requires_grad and _is_bf16(p) and source_of(p) in sources
             for p in parameters_of(optimizer)
         ):
             _named.add(optimizer)
@@ -106,7 +99,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     registered = register_optimizer_step_pre_hook(before_step)
     with _lock:
         if all(watched() is not model for watched, _ in _hooks):
-            _forget_sources({*map(id, model.parameters())})
+            forget_sources({*map(id, model.parameters())})
         # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
         for old_model, handle in _hooks[:]:
             if (watched := old_model()) is None or watched is model:
@@ -114,13 +107,6 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 _hooks.remove((old_model, handle))
         _hooks.append((reference, registered))
     return registered
-
-
-def _forget_sources(numbers: set[int]) -> None:
-    """Forget copies of weights that are gone, whose ids the weights of a new model have now."""
-    for copy, source in list(_copied.items()):
-        if source in numbers:
-            del _copied[copy]
 
 
 def _is_bf16(parameter: Tensor) -> bool:
