@@ -46,7 +46,7 @@ def few_blocks(layout, whole):
 
 
 def run_and_compare(case, offsets=AT_ZERO, steps=(1, 2), sizes=None, change=None, **options):
-    """Compares with the oracle, and returns how many blocks took which path, by ``WHOLE``."""
+    """Compares with the oracle, and returns how many blocks took which path, by ``FULL``."""
     from torch_bf16.backends.triton import kernel
 
     paths, block = Counter(), kernel._block

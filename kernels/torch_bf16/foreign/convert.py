@@ -28,7 +28,7 @@ from torch_bf16.states.recoding import Changes, restored_remainders
 
 from .capabilities import Traits
 from .convertible import CONVERTIBLE, Conversion, check_conversion, check_roles
-from .optimizer import ROLES
+from .optimizer import ROLE_OF_STATE
 
 __all__ = ["convert"]
 
@@ -48,8 +48,8 @@ def convert(
 
     For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class runs its
     own ``step`` on fp32 copies of 64 MB of tensors at a time, or of one larger tensor; then
-    weights, and states with a known name (:data:`ROLES`), are encoded by the recipe, and all other
-    states stay in fp32. Its first three steps are observed: an optimizer that couples its
+    weights, and states with a known name (:data:`ROLE_OF_STATE`), are encoded by the recipe, and
+    all other states stay in fp32. Its first three steps are observed: an optimizer that couples its
     parameters, for example by a norm over all of them, steps on all at once. There are no trial
     calls: each step calls ``step`` once for each 64 MB of copies; only the first of these calls may
     be repeated for all parameters. If ranks hold parts of a parameter, a class in
@@ -156,7 +156,7 @@ def _become(
             _replace_options(converted, target)
         converted._setup(recipe, backend)
         if not fused:
-            converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
+            converted.roles = {k: v for k, v in {**ROLE_OF_STATE, **(roles or {})}.items() if v}
             converted._engine.traits = Traits(elementwise, named=set(roles or ()))
         if model is not None:
             parameters = parameters_of(optimizer)

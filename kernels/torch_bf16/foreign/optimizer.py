@@ -36,12 +36,12 @@ from .idle_parameters import idle_parameters
 from .own_step import NARROW, OwnStep, why_whole
 from .working_copy import WorkingCopy, is_like
 
-__all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
+__all__ = ["BUCKET_BYTES", "ROLE_OF_STATE", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
 
 BUCKET_BYTES = 64 << 20
 """Bytes of fp32 copies that a step holds at a time; a single tensor may be larger than that."""
 
-ROLES = {
+ROLE_OF_STATE = {
     "exp_avg": FIRST_MOMENT,
     "exp_avg_diff": FIRST_MOMENT,
     "momentum_buffer": FIRST_MOMENT,

@@ -72,7 +72,7 @@ def load_numbers(
     SIZES: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """The gradient, weights and states of elements ``start .. start + BLOCK - 1``, in fp32."""
     numbers = ()
@@ -81,7 +81,7 @@ def load_numbers(
         for j in tl.static_range(len(SIZES[i])):
             plane = load_plane(
                 addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]),
-                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
+                tl.constexpr(SHARED[i][j]), BLOCK, FULL,
             )  # fmt: skip
             planes = planes + (plane,)
         numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)
@@ -94,10 +94,10 @@ def _dtype(size):
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
+def _pointer(address, DTYPE: tl.constexpr, FULL: tl.constexpr):
     pointer = address.to(tl.pointer_type(DTYPE))
     # After the cast: a hint on the integer is lost, and accesses are as narrow as an element.
-    return tl.multiple_of(pointer, 16) if WHOLE else pointer
+    return tl.multiple_of(pointer, 16) if FULL else pointer
 
 
 @triton.jit
@@ -108,19 +108,19 @@ def load_plane(
     SIZE: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Elements ``start .. start + BLOCK - 1`` of a plane, in the layout that codecs expect."""
     if SHARED > 1:
-        return load_plane(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
-    elif WHOLE and SIZE == 2:
+        return load_plane(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, FULL)
+    elif FULL and SIZE == 2:
         # In pairs, because 16-bit registers cost a move for every second element.
         pairs = tl.load(_pointer(address, tl.uint32, True) + start // 2 + tl.arange(0, BLOCK // 2))
         return tl.join(pairs << 16, pairs & 0xFFFF0000).reshape(BLOCK)
     else:
         elements = start + tl.arange(0, BLOCK)
-        pointers = _pointer(address, _dtype(SIZE), WHOLE) + elements
-        plane = tl.load(pointers) if WHOLE else tl.load(pointers, mask=elements < stop, other=0)
+        pointers = _pointer(address, _dtype(SIZE), FULL) + elements
+        plane = tl.load(pointers) if FULL else tl.load(pointers, mask=elements < stop, other=0)
         return plane if SIZE == 4 else plane.to(tl.uint32) << (32 - 8 * SIZE)
 
 
@@ -133,12 +133,12 @@ def store_plane(
     SIZE: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     elements = start // SHARED + tl.arange(0, BLOCK // SHARED)
-    pointers = _pointer(address, _dtype(SIZE), WHOLE) + elements
+    pointers = _pointer(address, _dtype(SIZE), FULL) + elements
     value = plane if SIZE == 4 else (plane >> (32 - 8 * SIZE)).to(_dtype(SIZE))
-    if WHOLE:
+    if FULL:
         tl.store(pointers, value)
     else:
         tl.store(pointers, value, mask=elements < stop // SHARED)

@@ -56,18 +56,18 @@ def _block(
     STRIDED: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Update one block of a chunk, from the chunk's element ``start`` on.
 
     ``addresses`` are those of the chunk's first element, ``index`` the lower half of its global
-    index. ``WHOLE``: no element is missing, planes are aligned to 16 bytes, the index to eight
+    index. ``FULL``: no element is missing, planes are aligned to 16 bytes, the index to eight
     elements, and ``keys`` hold for all elements. Otherwise elements from ``stop`` on are masked,
     and those whose index has wrapped around take ``next_keys``.
 
     ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's
     first run that lie before the chunk, elements per run, indices from one run to the next),
-    ``index`` the full index of that run's first element, and unless ``WHOLE``, keys are computed
+    ``index`` the full index of that run's first element, and unless ``FULL``, keys are computed
     from ``bases``.
 
     Reads: each plane of each number, including the gradient, once.
@@ -75,7 +75,7 @@ def _block(
     Numerics: fp32, no operation fused; one rounding of each number that is stored.
     Launch: inlined into ``step``.
     """
-    numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, WHOLE)
+    numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, FULL)
     weight, states = RULE(numbers[1], numbers[0], numbers[2:], scalars)
     results = (weight,) + states
 
@@ -87,11 +87,11 @@ def _block(
             elements = behind + start + tl.arange(0, BLOCK)
             runs = elements // width
             indices = index + runs.to(tl.int64) * pitch + (elements - runs * width)
-            if not WHOLE:
+            if not FULL:
                 t0, t1 = bases[k]
                 k0, k1 = key_pair(t0, t1, step_number, (indices >> 32).to(tl.uint32))
             word = noise_word(k0, k1, indices.to(tl.uint32), False)
-        elif WHOLE:
+        elif FULL:
             eights = index + (start + 8 * tl.arange(0, BLOCK // 8)).to(tl.uint32)
             word = noise_word(k0, k1, eights, True)
         else:
@@ -110,7 +110,7 @@ def _block(
         for j in tl.static_range(len(SIZES[i])):
             store_plane(
                 addresses[i][j], start, stop, planes[j], tl.constexpr(SIZES[i][j]),
-                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
+                tl.constexpr(SHARED[i][j]), BLOCK, FULL,
             )  # fmt: skip
 
 

@@ -36,13 +36,13 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _block(address, start, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def _block(address, start, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
     elements = start + tl.arange(0, BLOCK)
     if SIZE == 4:
         pointer = address.to(tl.pointer_type(tl.float32))
     else:
         pointer = address.to(tl.pointer_type(tl.uint16))
-    if WHOLE:
+    if FULL:
         # After the cast: a hint on the integer is lost, and accesses are as narrow as an element.
         plane = tl.load(tl.multiple_of(pointer, 16) + elements)
     else:

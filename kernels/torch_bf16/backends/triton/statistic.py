@@ -40,15 +40,15 @@ def _block(
     SIZES: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Sum the statistic over a block of a chunk, int64; arguments as for the step's ``_block``."""
-    numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, WHOLE)
+    numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, FULL)
     found = STATISTIC(numbers[1], numbers[0], numbers[2:], scalars)
     # A NaN is not below LARGEST, so it becomes LARGEST.
     bounded = tl.where(found < LARGEST, found, LARGEST)
     units = (bounded * UNIT).to(tl.int32).to(tl.int64)
-    if not WHOLE:
+    if not FULL:
         units = tl.where(start + tl.arange(0, BLOCK) < stop, units, 0)
     return tl.sum(units)
 

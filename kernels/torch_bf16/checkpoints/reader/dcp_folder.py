@@ -20,7 +20,7 @@ from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
 from .dcp_parts import tensor_of_parts
-from .saved import OptimizerStates, Saved, SavedTensor, is_number
+from .saved import OptimizerStates, Saved, SavedTensor, is_scalar
 from .torch_file import STATES, WEIGHTS
 
 __all__ = ["read_dcp"]
@@ -103,7 +103,7 @@ class _States:
             # A parameter's name may be a path of its own.
             name = ".".join(map(str, outer)) if len(outer) > 1 else outer[0]
             found = value()
-            counts = isinstance(found, SavedTensor) and is_number(last, found.shape)
+            counts = isinstance(found, SavedTensor) and is_scalar(last, found.shape)
             self.states[name][last] = found.read(0, 1) if counts else found
         elif where and word == HEADER:
             of = functools.reduce(lambda d, part: d.setdefault(part, {}), where[:-1], self.header)

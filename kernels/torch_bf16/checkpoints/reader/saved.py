@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER, readable
 
-__all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_number", "read_numbers"]
+__all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_scalar", "read_numbers"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,6 @@ def read_numbers(path: Path, at: int, dtype: torch.dtype, start: int, stop: int)
     return torch.frombuffer(buffer, dtype=dtype)
 
 
-def is_number(name: Any, shape: Sequence[int]) -> bool:
+def is_scalar(name: Any, shape: Sequence[int]) -> bool:
     """Whether a tensor in an optimizer's state is a number; some count steps in shape (1,)."""
     return not shape or (name == "step" and prod(shape) == 1)

@@ -21,7 +21,7 @@ from torch_bf16.errors import CheckpointError, first_line, with_article
 from torch_bf16.sharding import as_real, is_dtensor, local
 from torch_bf16.states.views import MASTERS
 
-from .saved import OptimizerStates, Saved, SavedTensor, is_number
+from .saved import OptimizerStates, Saved, SavedTensor, is_scalar
 
 __all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file"]
 
@@ -232,7 +232,7 @@ def _optimizer(states: Mapping[str, Any], notes: list[str]) -> OptimizerStates |
         key: {
             name: (
                 _saved_tensor(value, f"{key}.{name}")
-                if isinstance(value, Tensor) and not is_number(name, value.shape)
+                if isinstance(value, Tensor) and not is_scalar(name, value.shape)
                 else value
             )
             for name, value in each.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 from .charts import scale_of_differences, unit_of
 from .page import differences_of, is_calm, layers_of
-from .style import KEPT, LOST, QUIET, ROLES, inks
+from .style import COLOUR_OF_ROLE, KEPT, LOST, QUIET, inks
 
 __all__ = ["draw"]
 
@@ -73,7 +73,7 @@ def _costs(part: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     left, right = part.subplots(1, 2, sharey=True)
     names = [row["name"] for row in rows]
     begin = [0.0] * len(rows)
-    for role, colour in ROLES.items():
+    for role, colour in COLOUR_OF_ROLE.items():
         sizes = [(row["bytes"] or {}).get(role, 0.0) for row in rows]
         bars = left.barh(names, sizes, left=begin, color=colour)
         labels = [f"{role} {size:.2g}" if size > 1.5 else "" for size in sizes]

@@ -13,7 +13,7 @@ from torch_bf16.tools.sampling import kind_of
 
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
 from .report import interval, summary
-from .style import ROLES, STYLE, colours
+from .style import COLOUR_OF_ROLE, STYLE, colours
 from .verdict import BAD, LOWER, decimals_of, ends_near
 
 __all__ = ["differences_of", "headline", "is_calm", "layers_of", "page"]
@@ -175,7 +175,7 @@ def _bytes(rows: Sequence[Mapping[str, Any]], colour: Mapping[str, str]) -> str:
     largest = max(sum(row["bytes"].values()) for row in known)
     lines = ""
     for row in known:
-        drawn = stack([(role, row["bytes"].get(role, 0.0)) for role in ROLES], largest)
+        drawn = stack([(role, row["bytes"].get(role, 0.0)) for role in COLOUR_OF_ROLE], largest)
         total = f"{sum(row['bytes'].values()):.2f}"
         lines += _bar(row["name"], colour, drawn, total)
     why = "Held at the end of a backward pass; activations are not counted."

@@ -42,13 +42,18 @@ def _series(ground: int) -> str:
 
 
 QUIET, KEPT, LOST = "#5c6168", "#dcebf3", "#c23b00"
-ROLES = {"weights": "#b9c6d2", "gradients": "#d9dee4", "moments": "#9fc3dc", "master": "#e3c48c"}
+COLOUR_OF_ROLE = {
+    "weights": "#b9c6d2",
+    "gradients": "#d9dee4",
+    "moments": "#9fc3dc",
+    "master": "#e3c48c",
+}
 """What the bytes of a parameter are for, and their colours on white, in the figure, too."""
 
 _LIGHT = (
     f"--paper:#fff;--ink:#1d2125;--quiet:{QUIET};--line:#dfe2e6;--soft:#f4f5f7;"
     f"--kept:{KEPT};--lost:{LOST};"
-    f"{''.join(f'--r{n}:{colour};' for n, colour in enumerate(ROLES.values()))}"
+    f"{''.join(f'--r{n}:{colour};' for n, colour in enumerate(COLOUR_OF_ROLE.values()))}"
     f"--on:#1d2125;{_series(0)}"
 )
 _DARK = (
