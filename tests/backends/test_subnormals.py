@@ -12,6 +12,7 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.certificates import fault_of, fault_of_squares
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import GROUP, Trial, digests_of
+from torch_bf16.backends.cpu import threads
 from torch_bf16.backends.host_scalars import HostScalars
 from torch_bf16.backends.inputs import StepInputs
 from torch_bf16.backends.subnormals import subnormals_kept, subnormals_kept_inside
@@ -43,9 +44,11 @@ def flushing(work):
     return result
 
 
-@pytest.fixture(params=["cpu", "eager"])
-def backend(request):
-    return choose(CPU, request.param)
+@pytest.fixture(params=["cpu", "cpu, not x86", "eager"])
+def backend(request, monkeypatch):
+    if "not x86" in request.param:
+        monkeypatch.setattr(threads, "keeping_subnormals", lambda: None)
+    return choose(CPU, request.param.split(",")[0])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -93,8 +96,8 @@ def test_torchs_other_threads_keep_them_and_stay_as_many(within, monkeypatch):
     before, small = torch.get_num_threads(), torch.full((1 << 17,), 2.0**-130)
     try:
         # Whose other thread starts while it flushes, and so does that one.
-        with ThreadPoolExecutor(1) as threads:
-            found = threads.submit(kept_by_two_threads, small).result(60)
+        with ThreadPoolExecutor(1) as executor:
+            found = executor.submit(kept_by_two_threads, small).result(60)
     finally:
         torch.set_num_threads(before)
     assert found == (0, (1 << 17, within), 0)

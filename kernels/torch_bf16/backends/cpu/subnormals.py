@@ -1,7 +1,7 @@
 """Runs a job with subnormal numbers, in each thread that shares it, where they would be flushed.
 
 A thread is told to flush them to zero, and threads that it starts later inherit this. Only x86's
-switches are known here: on other processors bits are then those that the thread computes.
+switches are known here: on other processors torch changes those of its own threads.
 """
 
 from __future__ import annotations

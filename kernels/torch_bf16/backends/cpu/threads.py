@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_bf16.backends.subnormals import flushes_subnormals
+from torch_bf16.backends.subnormals import flushes_subnormals, subnormals_kept
 from torch_bf16.backends.team import torchs_team
 from torch_bf16.errors import mark_partial
 
@@ -40,12 +40,20 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
     Raises:
         RuntimeError: part of the job failed; the reason was printed.
     """
-    threads = min(torch.get_num_threads(), max_threads)
-    share(job, threads)
-    if flushes_subnormals() and (keeping := keeping_subnormals()) is not None:
+    if not flushes_subnormals():
+        _run(work, job, max_threads)
+    elif (keeping := keeping_subnormals()) is not None:
         function: Any = work
         job[FUNCTION] = ctypes.cast(function, ctypes.c_void_p).value
-        work = keeping
+        _run(keeping, job, max_threads)
+    else:
+        with subnormals_kept():
+            _run(work, job, max_threads)
+
+
+def _run(work: Work, job: np.ndarray, max_threads: int) -> None:
+    threads = min(torch.get_num_threads(), max_threads)
+    share(job, threads)
     if threads <= 1:
         work(job.ctypes.data)
     elif (parallel := torchs_team()) is not None:
