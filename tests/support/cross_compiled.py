@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TARGETS = {
@@ -57,9 +58,19 @@ def loops(assembly: str) -> list[list[str]]:
 
 
 def _main(moments: str) -> None:
-    import llvmlite.binding as llvm
+    without_cache()
+    found = {}
+    for name, formats in json.loads(moments).items():
+        ir, found[name] = _ir(*formats), {}
+        for cpu in TARGETS:
+            machine, module = cross_compile(ir, cpu)
+            found[name][cpu] = machine.emit_assembly(module)
+    print(json.dumps(found))
+
+
+def without_cache() -> None:
+    """Let the CPU backend compile everything: what is read from Numba's cache has no IR."""
     import numba
-    from numba.core.registry import cpu_target
 
     from torch_bf16.backends.cpu import cache
 
@@ -70,14 +81,7 @@ def _main(moments: str) -> None:
         def njit(*arguments, cache=False, **options):
             return njit(*arguments, **options)
 
-    cache.numba = WithoutCache  # what is read from the cache has no IR
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    found = {}
-    for name, formats in json.loads(moments).items():
-        ir = _ir(*formats)
-        found[name] = {cpu: _compiled(ir, cpu, cpu_target) for cpu in TARGETS}
-    print(json.dumps(found))
+    cache.numba = WithoutCache
 
 
 def _ir(exp_avg: str, exp_avg_sq: str) -> str:
@@ -96,12 +100,16 @@ def _ir(exp_avg: str, exp_avg_sq: str) -> str:
     return compiled.library.get_llvm_str()
 
 
-def _compiled(ir: str, cpu: str, cpu_target) -> str:
+def cross_compile(ir: str, cpu: str, reloc: str = "pic") -> tuple[Any, Any]:
+    """LLVM's machine and optimised module for one of :data:`TARGETS`, from unoptimised IR."""
     import llvmlite.binding as llvm
+    from numba.core.registry import cpu_target
 
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
     triple = TARGETS[cpu]
     machine = llvm.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, opt=3, reloc="pic", codemodel="small"
+        cpu=cpu, opt=3, reloc=reloc, codemodel="small"
     )
     ir = re.sub('target triple = ".*"', f'target triple = "{triple}"', ir)
     ir = re.sub('target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', ir)
@@ -111,7 +119,7 @@ def _compiled(ir: str, cpu: str, cpu_target) -> str:
     for options in ({"slp_vectorize": False, "cost": "cheap"}, {"slp_vectorize": True}):
         passes, builder = codegen._module_pass_manager(opt=3, loop_vectorize=True, **options)
         passes.run(module, builder)
-    return machine.emit_assembly(module)
+    return machine, module
 
 
 if __name__ == "__main__":
