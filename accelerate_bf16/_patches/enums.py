@@ -15,7 +15,7 @@ def add_member(
 ) -> Any:
     """Add a member to an enum that mixes in ``str``, visible to every module that imported it.
 
-    Works on Python 3.10 to 3.13, whose enums keep their members in the same maps.
+    Works on Python 3.10 to 3.14, whose enums keep their members in the same maps.
 
     Args:
         patches: records the changes, to remove the member again.
