@@ -70,6 +70,26 @@ def test_an_optimizer_that_cannot_be_converted_may_train_what_stays_fp32():
     assert (model[0].weight != before).any(1).nonzero().flatten().tolist() == [1, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_it_is_not_given_may_train_a_sparse_embedding_in_fp32(kind):
+    recipe = get_recipe(NAMES[0], keep_fp32=("0",), compute="fp32")
+
+    def stepped(*, given: bool) -> torch.Tensor:
+        model, (_, dense) = sparse_and_dense()
+        sparse = kind([model[0].weight], lr=0.1)
+        prepare(model, [sparse, dense] if given else dense, recipe)
+        before = model[0].weight.detach().clone()
+        model(torch.tensor([1, 3])).float().square().mean().backward()
+        for optimizer in (sparse, dense):
+            optimizer.step()
+        return (model[0].weight != before).any(1).nonzero().flatten()
+
+    with pytest.raises(ValueError, match="such as SGD or Adagrad, that prepare is not given"):
+        stepped(given=True)
+    assert stepped(given=False).tolist() == [1, 3]
+
+
 def test_it_can_be_called_again_with_the_same_recipe():
     model = network()
     optimizer = torch_bf16.AdamW(model.parameters(), recipe=get_recipe(NAMES[1], name="mine"))

@@ -226,7 +226,8 @@ def check_gradient(shard: Shard) -> None:
         raise ValueError(
             f"has a sparse gradient ({gradient.layout}), which the fused update cannot read; make "
             "it dense (Embedding(sparse=False)), or keep its module in fp32 by keep_fp32 and train "
-            "it with a torch.optim.SparseAdam of its own, which prepare leaves as it is"
+            "it with an optimizer of its own: torch.optim.SparseAdam, which prepare leaves as it "
+            "is, or another, such as SGD or Adagrad, that prepare is not given"
         )
     if gradient.dtype not in _TRAINABLE or gradient.is_complex() != parameter.is_complex():
         wanted = "complex64" if parameter.is_complex() else "bfloat16 or float32"
