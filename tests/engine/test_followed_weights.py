@@ -32,7 +32,7 @@ def look_ahead(p, optimizer, steps):
 
 
 def test_a_lookahead_in_bf16_is_named_once():
-    match = "in place before this step, and before earlier ones: .*exact_weights"
+    match = "in place before a step, and before earlier ones: .*exact_weights"
     with pytest.warns(UserWarning, match=match) as caught:
         look_ahead(*make(), steps=64)
     assert len(caught) == 1
@@ -132,7 +132,7 @@ def train_replicas():
 
 def test_averages_of_replicas_are_named_once_however_rare():
     """Local SGD, or DiLoCo: a third of the movement was lost in silence."""
-    with pytest.warns(UserWarning, match="in place before this step, and before ear") as caught:
+    with pytest.warns(UserWarning, match="in place before a step, and before ear") as caught:
         train_replicas()
     assert len(caught) == 2
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from torch_bf16.backends.host_copy import HostCopy
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 from torch_bf16.torch_patches import is_enabled
 
@@ -33,6 +34,7 @@ from .intercepted_writes import intercept, observe
 
 __all__ = [
     "REMAINDERS",
+    "Counting",
     "DataWatch",
     "WriteCounts",
     "note_step",
@@ -54,19 +56,53 @@ _NEAR = 16
 
 
 class WriteCounts(NamedTuple):
-    """How many parameters something else has written since the last step.
+    """How many parameters something else had written since a step.
 
     Attributes:
-        raised: whether a version was raised, perhaps by a write that changed nothing.
         through_data: parameters written through ``.data``, which does not raise the version.
         in_place: parameters written otherwise; 0 if only few of their numbers changed.
         nearby: those of them most of whose changed numbers moved by few bf16 spacings.
     """
 
-    raised: bool
     through_data: int
     in_place: int
     nearby: int
+
+
+class Counting:
+    """Counts of written numbers, which a GPU may still be at: the host does not wait for them.
+
+    Args:
+        through_data: of each parameter written through ``.data``, how many numbers have changed.
+        in_place: of each parameter written otherwise.
+        nearby: of each of these, those that moved by few bf16 spacings.
+        size: numbers of the parameters whose version was raised.
+    """
+
+    def __init__(
+        self, through_data: list[Tensor], in_place: list[Tensor], nearby: list[Tensor], size: int
+    ) -> None:
+        self._lengths, self._size = (len(through_data), len(in_place)), size
+        counts = [*through_data, *in_place, *nearby]
+        # On a GPU if any is: only towards it nothing waits.
+        places = sorted({each.device for each in counts}, key=lambda device: device.type == "cpu")
+        here = [each.to(places[0], non_blocking=True) for each in counts]
+        self._counts = HostCopy(torch.stack(here)) if here else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the counts are known."""
+        return self._counts is None or self._counts.is_there
+
+    def read(self) -> WriteCounts:
+        """The counts; waits until they are known."""
+        counts = [] if self._counts is None else self._counts.read().tolist()
+        n, m = self._lengths
+        through, placed, near = counts[:n], counts[n : n + m], counts[n + m :]
+        if sum(placed) <= _FEW_NUMBERS * self._size:
+            placed = near = []
+        mostly_near = [2 * few > all_ for few, all_ in zip(near, placed, strict=True)]
+        return WriteCounts(sum(map(bool, through)), sum(map(bool, placed)), sum(mostly_near))
 
 
 class DataWatch:
@@ -201,7 +237,7 @@ def zero_written(
     snapshots: Mapping[Tensor, Any],
     count: bool,
     count_in_place: bool,
-) -> WriteCounts:
+) -> tuple[bool, Counting]:
     """Zero the remainders of numbers that are known to have been written since the last step.
 
     Args:
@@ -209,14 +245,13 @@ def zero_written(
         states: the optimizer's states; written in place.
         snapshots: the parameters' snapshots. If it is known which numbers were written, the
             snapshot's ``version`` is set to the current one.
-        count: whether to count those written through ``.data``, for which the host waits for the
-            device.
+        count: whether to count those written through ``.data``.
         count_in_place: the same for others.
 
     Returns:
-        How many were written; zeros where they are not counted. Numbers that are zero now do not
-        count, nor in place the largest and the smallest: they come from masks and clamps, which
-        need no warning.
+        Whether a version was raised, perhaps by a write that changed nothing, and how many were
+        written; zeros where they are not counted. Numbers that are zero now do not count, nor in
+        place the largest and the smallest: they come from masks and clamps, which need no warning.
     """
     through_data, in_place, nearby, size, any_raised = [], [], [], 0, False
     for parameter in parameters if _touched else ():
@@ -249,19 +284,7 @@ def zero_written(
         for key in REMAINDERS.intersection(state):
             remainder = local(state[key])
             remainder.masked_fill_(changed.to(remainder.device), 0)
-    counts, n, m = _numbers([*through_data, *in_place, *nearby]), len(through_data), len(in_place)
-    through, placed, near = counts[:n], counts[n : n + m], counts[n + m :]
-    if sum(placed) <= _FEW_NUMBERS * size:
-        placed = near = []
-    mostly_near = [2 * few > all_ for few, all_ in zip(near, placed, strict=True)]
-    return WriteCounts(
-        any_raised, sum(map(bool, through)), sum(map(bool, placed)), sum(mostly_near)
-    )
-
-
-def _numbers(counts: list[Tensor]) -> list[int]:
-    """The counts on the host, which waits once."""
-    return torch.stack([each.to(counts[0].device) for each in counts]).tolist() if counts else []
+    return any_raised, Counting(through_data, in_place, nearby, size)
 
 
 def touched(watches: Iterable[DataWatch | None]) -> bool:

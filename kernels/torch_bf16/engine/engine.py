@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch_bf16.errors import warn
 from torch_bf16.living import LivingSet
 from torch_bf16.sharding import Shard, shard_of
 
-from .data_writes import DataWatch
+from .data_writes import Counting, DataWatch
 from .names import ParameterNames
 from .pending import Pending
 from .plan import Plan
@@ -114,6 +115,8 @@ class Engine:
         blended_steps: the recent steps before which something else moved many numbers in place.
         written_step: the last step before which something else is known to have written weights.
         rare_blends: how often something else moved many numbers in place, long after the last time.
+        countings: the latest steps with counts of what was written before them that are not known
+            yet, and whether a write was rare then.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
         warned_of_second_master: whether a warning has said what a second optimizer of a weight
             loses.
@@ -137,6 +140,7 @@ class Engine:
         self.steps = 0
         self.blended_steps: list[int] = []
         self.written_step = self.rare_blends = 0
+        self.countings: deque[tuple[int, bool, Counting]] = deque()
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _unknown
         self.optimizer: Callable[[], Any] = _unknown

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
+from torch_bf16.backends.host_copy import HostCopy
 from torch_bf16.states.views import COUNTER
 
 __all__ = ["StepNumbers"]
@@ -23,7 +24,8 @@ class StepNumbers:
 
     def __init__(self) -> None:
         self._known: dict[Tensor, int] | None = None
-        self._copies: dict[int, tuple[Tensor, Tensor, torch.cuda.Event]] = {}
+        # By id of a buffer of counters, which are kept with their copies.
+        self._copies: dict[int, tuple[Tensor, HostCopy]] = {}
 
     def ask(self, states: dict[Any, Any]) -> None:
         """Start to read the counters again, without waiting."""
@@ -33,21 +35,14 @@ class StepNumbers:
         buffers = {id(b): b for b in map(_buffer, _counters(states).values()) if b is not None}
         if cuda_graphs.capturing(each.device for each in buffers.values()):
             return
-        for key, buffer in buffers.items():
-            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True, device="cpu")
-            with torch.cuda.device(buffer.device):
-                event = torch.cuda.Event()
-                host.copy_(buffer, non_blocking=True)
-                event.record()
-            self._copies[key] = buffer, host, event
+        self._copies = {key: (buffer, HostCopy(buffer)) for key, buffer in buffers.items()}
 
     def read(self, states: dict[Any, Any]) -> Mapping[Tensor, int]:
         """Step numbers by parameter; parameters without a counter are left out."""
         if self._known is None:
             counters, left, copied = _counters(states), {}, {}
-            for key, (_, host, event) in self._copies.items():
-                event.synchronize()
-                copied[key] = host.reshape(-1).tolist()
+            for key, (_, copy) in self._copies.items():
+                copied[key] = copy.read().reshape(-1).tolist()
             for parameter, each in counters.items():
                 if (numbers := copied.get(id(_buffer(each)))) is not None:
                     counters[parameter] = numbers[each.storage_offset()]

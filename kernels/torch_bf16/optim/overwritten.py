@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 # A warning names writes in place before so many steps of a window, as by a Lookahead: loading, or
-# making weights anew, is rarer. Only the first steps of a run are observed: the host waits for it.
+# making weights anew, is rarer. Only the first steps of a run are observed: it takes a pass over
+# the weights.
 _BLENDED_STEPS, _STEPS_IN_WINDOW, _OBSERVED_STEPS = 4, 64, 256
 # Replicas are averaged after hundreds of steps, too: copies this far apart are observed in all of a
 # run, and count if they move numbers by a few spacings.
@@ -190,35 +191,63 @@ def _warn_of_second_master(optimizer: BF16Optimizer, written: Sequence[Shard]) -
 
 def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine = optimizer._engine
-    if not data_writes.touched(engine.watches(parameters)):
+    touched = data_writes.touched(engine.watches(parameters))
+    if not (touched or engine.countings):
         return
     if cuda_graphs.capturing(each.device for each in parameters):
+        if not touched:
+            return
         raise RuntimeError(
             f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: its weights "
             "were written, or their .data was read, since the last step, and replays would "
             "look for writes each time; take an ordinary step first"
         )
-    # If fp32 weights were loaded last, their remainders take the place of the old ones.
     shards = [*map(shard_of, parameters)]
+    if touched:
+        _drop_written(optimizer, parameters, shards)
+    # Those of a GPU may be of a step before: the host does not wait for them.
+    while engine.countings and engine.countings[0][-1].is_done:
+        step, rare, counting = engine.countings.popleft()
+        if not engine.warned_of_data_writes:
+            _heed(optimizer, shards, step, rare, counting.read())
+
+
+def _drop_written(
+    optimizer: BF16Optimizer, parameters: Sequence[Tensor], shards: Sequence[Shard]
+) -> None:
+    engine = optimizer._engine
+    # If fp32 weights were loaded last, their remainders take the place of the old ones.
     remainders.forget_written(shards)
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
     counts, rare = not engine.warned_of_data_writes, _is_rare(engine)
-    written = data_writes.zero_written(
+    raised, counting = data_writes.zero_written(
         parameters,
         optimizer.state,
         engine.snapshots,
         count=counts,
         count_in_place=counts and (rare or engine.steps < _OBSERVED_STEPS),
     )
-    if written.raised:
+    if raised:
         engine.written_step = engine.steps
+    engine.countings.append((engine.steps, rare, counting))
+
+
+def _heed(
+    optimizer: BF16Optimizer,
+    shards: Sequence[Shard],
+    step: int,
+    rare: bool,
+    written: data_writes.WriteCounts,
+) -> None:
+    """Warn of weights that were written before a step, if they are to be warned of."""
+    engine = optimizer._engine
     if written.in_place:
         _warn_of_second_master(optimizer, shards)
     if written.in_place and not engine.warned_of_second_master:
-        recent = [each for each in engine.blended_steps if each > engine.steps - _STEPS_IN_WINDOW]
+        recent = [each for each in engine.blended_steps if each > step - _STEPS_IN_WINDOW]
         # Released steps come one by one.
-        engine.blended_steps = [*dict.fromkeys([*recent, engine.steps])]
+        engine.blended_steps = [*dict.fromkeys([*recent, step])]
         engine.rare_blends += rare and written.nearby > 0
     if (
         written.through_data
@@ -227,10 +256,10 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     ):
         engine.warned_of_data_writes, engine.blended_steps, engine.rare_blends = True, [], 0
         how = (
-            f"{written.through_data} bf16 weights were written through p.data since the last step"
+            f"{written.through_data} bf16 weights were written through p.data between two steps"
             if written.through_data
-            else f"{written.in_place} bf16 weights were written in place before this step, and "
-            "before earlier ones"
+            else f"{written.in_place} bf16 weights were written in place before a step, and before "
+            "earlier ones"
         )
         warn(
             f"{how}: where their numbers changed, training continues from the bf16 numbers, not "
