@@ -1,0 +1,86 @@
+"""Nothing in a step waits for a GPU: trainings on a CUDA device that is made of host memory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hollow_cuda import build
+
+import torch_bf16
+from torch_bf16.backends.host_copy import HostCopy
+
+READS_INPUTS = {"backends/inputs.py on_host: aten::_local_scalar_dense"}
+# What a GPU waits for in each step after the second one; in the other trainings nothing does.
+WAITING = {
+    # Directions need the factor of the gradients as a number.
+    "Muon, clipped": READS_INPUTS,
+    "Adafactor, clipped": READS_INPUTS,
+    # Groups count the steps that were not skipped.
+    "AdamWScheduleFree, clipped": {"backends/inputs.py is_skipped: aten::_local_scalar_dense"},
+    "SGDScheduleFree, clipped": {"backends/inputs.py is_skipped: aten::_local_scalar_dense"},
+}
+# What a GPU waits for in one step of many.
+ONCE = {
+    "windows in which blends are looked for": {
+        "model/loose_averages.py _closest: a copy to the host"
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """What waited in each training, with the steps."""
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("hollow")
+    script = Path(__file__).parents[1] / "support" / "hollow_training.py"
+    command = [sys.executable, str(script), str(build(folder)), str(folder / "waits.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "waits.json").read_text())
+
+
+def test_the_device_shows_what_waits(trainings):
+    found = trainings.pop("waits of the program's own")
+    assert {each.partition(": ")[2] for each in found} == {
+        "aten::_local_scalar_dense",
+        "aten::equal",
+        "aten::nonzero",
+        "a copy to the host",
+        "a copy to the host's pageable memory",
+        "a copy from the host",
+    }
+
+
+def test_only_known_trainings_wait_for_the_device(trainings):
+    often, once = {}, {}
+    for name, found in trainings.items():
+        for what, steps in found.items():
+            (once if len({*steps}) == 1 else often).setdefault(name, set()).add(what)
+    assert often == WAITING
+    assert once == ONCE
+
+
+def test_what_a_gpu_is_still_counting_is_warned_of_at_a_later_step(monkeypatch):
+    parameter = torch.nn.Parameter(torch.randn(64, 33).bfloat16())
+    optimizer = torch_bf16.AdamW([parameter], lr=1e-3, recipe="bf16-fp32-master")
+
+    def step():
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCopy, "is_there", False)
+        patch.setattr(HostCopy, "read", lambda _: pytest.fail("the host would wait"))
+        parameter.data.mul_(2)
+        step()
+        step()
+    with pytest.warns(UserWarning, match="1 bf16 weights were written through p.data between two"):
+        step()
