@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from constraints import pinned
 from hollow_cuda import build
+from packaging.version import Version
 
 import torch_bf16
 from torch_bf16.backends.host_copy import HostCopy
@@ -36,6 +38,10 @@ ONCE = {
 def trainings(tmp_path_factory):
     """What waited in each training, with the steps."""
     pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("needs torch's CPU build, which has no other CUDA")
+    if Version(torch.__version__) < Version(pinned("torch")):
+        pytest.skip(f"stands in for the CUDA of torch {pinned('torch')} or newer")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("hollow")
