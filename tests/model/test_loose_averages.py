@@ -1,6 +1,7 @@
 """The search for averages that belong to no module."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import torch_bf16
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.model import watched_weight
 from torch_bf16.model.loose_averages import loose_averages
 
 
@@ -85,3 +88,14 @@ def test_what_moves_the_average_of_a_module_is_not_named_for_it(make):
             each.grad = torch.randn_like(each)
         optimizer.step()
         average.update_parameters(model)
+
+
+@pytest.mark.parametrize(("number", "readable"), [(0, True), (1, False)])
+def test_nothing_is_read_while_its_own_device_captures_a_graph(monkeypatch, number, readable):
+    """Whichever device is the current one."""
+    captures = torch.device("cuda", 1)
+    monkeypatch.setattr(watched_weight, "is_comparable", lambda weight: True)
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda devices: captures in devices)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = SimpleNamespace(device=torch.device("cuda", number), is_cuda=True)
+    assert watched_weight.is_readable(weight) == readable

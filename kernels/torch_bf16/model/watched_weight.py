@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.backends import cuda_graphs
 from torch_bf16.errors import warn
 
 from .stochastic_writes import looks_stochastic
@@ -191,9 +192,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_readable(weight: Tensor) -> bool:
     """Whether it is comparable now: under capture of a CUDA graph nothing may be read."""
-    if not is_comparable(weight):
-        return False
-    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    return is_comparable(weight) and not cuda_graphs.capturing([weight.device])
 
 
 def bits_of(weight: Tensor, most: int = _COMPARED_ELEMENTS) -> Tensor:
