@@ -90,3 +90,34 @@ def test_what_a_gpu_is_still_counting_is_warned_of_at_a_later_step(monkeypatch):
         step()
     with pytest.warns(UserWarning, match="1 bf16 weights were written through p.data between two"):
         step()
+
+
+def refusal_of(name):
+    def refuse(*_, **options):
+        pytest.fail(f"torch.cuda.{name}() starts CUDA, which takes memory and forbids to fork")
+
+    return refuse
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_a_training_on_the_cpu_starts_no_cuda(recipe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in (
+        *("_lazy_init", "current_device", "current_stream", "synchronize", "get_rng_state"),
+        *("is_current_stream_capturing", "get_device_properties", "get_device_name", "Stream"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, refusal_of(name))
+    model = torch_bf16.cast_model(torch.nn.Linear(8, 8), recipe)
+    optimizer = torch_bf16.AdamW(model.named_parameters(), recipe=recipe)
+    torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
+    average = torch_bf16.EMA(model, 0.9)
+    for _ in range(10):
+        for _ in range(2):
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
+        optimizer.step()
+        average.update_parameters(model, optimizer)
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch_bf16.fp32_state_dict(model, optimizer)
