@@ -42,7 +42,7 @@ void wait(const std::string& what) {
   if (on_wait) on_wait(what.c_str());
 }
 
-// --- memory
+// Memory.
 
 struct DeviceMemory final : c10::Allocator {
   DataPtr allocate(size_t bytes) override {
@@ -92,7 +92,7 @@ struct PinnedMemory final : c10::Allocator {
   }
 } pinned_memory;
 
-// --- what torch asks of a device
+// What torch asks of a device.
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   at::DeviceType type() const override { return at::kCUDA; }
@@ -145,7 +145,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   Device getDeviceFromPtr(void*) const override { return Device(at::kCUDA, current); }
 };
 
-// --- tensors of the host and of the device over the same memory
+// Tensors of the host and of the device over the same memory.
 
 struct Shown {
   Tensor device, host;
@@ -191,7 +191,7 @@ Tensor given_back(const Tensor& host, const std::vector<Shown>& shown, Device de
   return over(taken(host, device), DispatchKey::CUDA, host);
 }
 
-// --- operations
+// Operations.
 
 const std::set<std::string> results_on_the_host = {
     "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::nonzero.out",

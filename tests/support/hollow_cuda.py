@@ -26,7 +26,10 @@ def build(folder: Path) -> Path:
     links = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
     compiler = os.environ.get("CXX", "c++")
     done = subprocess.run(
-        [compiler, *flags, str(SOURCE), "-o", str(library), *links], capture_output=True, text=True
+        [compiler, *flags, str(SOURCE), "-o", str(library), *links],
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return library
