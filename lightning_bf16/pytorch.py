@@ -2,6 +2,7 @@
 
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
+from lightning.pytorch.strategies import DDPStrategy
 
 from .deepspeed import DeepSpeedMixin
 from .monitor import MonitorMixin
@@ -19,6 +20,7 @@ class BF16Precision(TrainerMixin, FSDPPrecision, HalfPrecision):
     __doc__ = TrainerMixin.__doc__
     _train_modes = _TrainModes
     _accumulation_scheduler = GradientAccumulationScheduler
+    _replicas = DDPStrategy
 
 
 class BF16DeepSpeedPrecision(DeepSpeedMixin, TrainerMixin, DeepSpeedPrecision):

@@ -2,6 +2,7 @@
 
 from pytorch_lightning.callbacks import Callback, GradientAccumulationScheduler
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
+from pytorch_lightning.strategies import DDPStrategy
 
 from .deepspeed import DeepSpeedMixin
 from .monitor import MonitorMixin
@@ -19,6 +20,7 @@ class BF16Precision(TrainerMixin, FSDPPrecision, HalfPrecision):
     __doc__ = TrainerMixin.__doc__
     _train_modes = _TrainModes
     _accumulation_scheduler = GradientAccumulationScheduler
+    _replicas = DDPStrategy
 
 
 class BF16DeepSpeedPrecision(DeepSpeedMixin, TrainerMixin, DeepSpeedPrecision):

@@ -44,6 +44,7 @@ class TrainerMixin(PrecisionMixin):
     _place = "self.trainer.precision_plugin"
     _train_modes: type[TrainModesMixin]
     _accumulation_scheduler: type
+    _replicas: type | tuple[()] = ()  # the strategy that sends weights before an evaluation
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
@@ -85,6 +86,10 @@ class TrainerMixin(PrecisionMixin):
         trainer = self._trainer
         self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # these are the optimizers of an earlier fit
+            strategy = getattr(_trainer_of(model), "strategy", None)
+            if isinstance(strategy, self._replicas):
+                # It has sent the weights of rank 0 without a wrapper, which counts as a write.
+                torch_bf16.sync_masters(model)
             return model, optimizers, lr_schedulers
         earlier, self._trained = self._trained, []
         self.add_optimizers(model, optimizers)

@@ -51,6 +51,26 @@ def trained_by_trainer(pl, mode, steps, lr):
     return first, snapshot(module, module.made[0])
 
 
+@as_torchrun_says()
+def evaluated(package, idle):
+    """The fp32 numbers of the first weight: as rank 0 made it, after a fit and after a validation.
+
+    ``idle`` freezes the weight, which takes no step then.
+    """
+    pl, rank = host(package), dist.get_rank()
+    module = make_module(pl, seed=rank)
+    weight = module.net[0].weight.requires_grad_(not idle)
+    numbers = [make_module(pl, seed=0).net[0].weight.detach()]
+    options = {"devices": 2, "use_distributed_sampler": False}
+    trainer = make_trainer(
+        pl, MODES[1], strategy="ddp_find_unused_parameters_true", max_steps=2, **options
+    )
+    trainer.fit(module, batches(2, seed=rank))
+    numbers.append(module.made[0].exact_weight(weight))
+    trainer.validate(module, batches(2), verbose=False)
+    return [*numbers, module.made[0].exact_weight(weight)]
+
+
 def trained_by_fabric(package, mode, steps, lr):
     rank = dist.get_rank()
     fabric = package.Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_replica import RUNS, trained
+from ddp_replica import RUNS, evaluated, trained
 from lightning_models import differences
 
 STEPS = 50
@@ -30,3 +30,11 @@ def test_masters_start_from_the_fp32_weights_of_rank_0(ranks, package):
         torch.int16
     ).int()
     assert torch.equal(master.view(torch.float32), fp32)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_an_evaluation_leaves_masters_as_they_were(ranks, idle):
+    """Lightning sends the weights to all ranks for it, also those of a weight without a step."""
+    for made, trained_to, evaluated_to in ranks(2, evaluated, MASTERS[0], idle):
+        assert torch.equal(made, trained_to) == idle
+        assert torch.equal(trained_to, evaluated_to)
