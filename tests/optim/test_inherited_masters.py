@@ -74,10 +74,16 @@ def test_a_new_optimizer_starts_from_what_something_else_has_written(recipe):
     assert torch.equal(second.exact_weight(model[0].bias), first.exact_weight(model[0].bias))
 
 
-def test_masters_that_were_loaded_are_inherited_without_a_step(recipe):
+@pytest.mark.parametrize("written", [False, True])
+def test_masters_that_were_loaded_are_inherited_without_a_step(recipe, written):
+    """Also those of a program that writes weights, for which writes are looked for after a load."""
     trained = cast(recipe)
     first = make(trained, recipe)
     step(first, 0)
+    if written:
+        with torch.no_grad():
+            trained[0].weight.mul_(0.5)
+        step(first, 1)
     # A host loads the weights into an fp32 model, whose cast then leaves bits that are all zero.
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     model.load_state_dict(trained.state_dict())

@@ -40,10 +40,9 @@ def inherit(optimizer: BF16Optimizer) -> None:
     own = set(parameters_of(optimizer)) if others else set()
     waiting = _waiting(optimizer, own) if others else set()
     for other in others:
-        # Bits that a cast has left are older than a master that was loaded since, without a step.
-        engine = other._engine
-        # Of two sets this goes through the smaller one: making many optimizers stays cheap.
-        loaded = [p for p in engine.loaded.keys() & own if p not in engine.snapshots]
+        # Bits that a cast has left are older than a master that was loaded since. Of two sets this
+        # goes through the smaller one: making many optimizers stays cheap.
+        loaded = other._engine.loaded.keys() & own
         candidates = waiting.union(_with_master(optimizer, loaded)) if loaded else waiting
         # Most of many optimizers, such as one for each parameter, have none of these.
         for parameter in dict.keys(other.state) & candidates:
