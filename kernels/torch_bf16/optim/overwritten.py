@@ -256,10 +256,11 @@ def _heed(
     ):
         engine.warned_of_data_writes, engine.blended_steps, engine.rare_blends = True, [], 0
         how = (
-            f"{written.through_data} bf16 weights were written through p.data between two steps"
+            f"bf16 weights, {written.through_data} in all, were written through p.data between two "
+            "steps"
             if written.through_data
-            else f"{written.in_place} bf16 weights were written in place before a step, and before "
-            "earlier ones"
+            else f"bf16 weights, {written.in_place} in all, were written in place before a step, "
+            "and before earlier ones"
         )
         warn(
             f"{how}: where their numbers changed, training continues from the bf16 numbers, not "

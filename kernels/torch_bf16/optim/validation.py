@@ -81,12 +81,12 @@ def check_real(
         names: as for :func:`check_group`.
 
     Raises:
-        NotImplementedError: a parameter is complex.
+        ValueError: a parameter is complex.
     """
     for position, parameter in enumerate(group["params"]):
         if parameter.is_complex():
             with prefix_errors(functools.partial(_label, group, number, position, names)):
-                raise NotImplementedError(
+                raise ValueError(
                     f"is {parameter.dtype}, and {optimizer} looks at whole real matrices. Step it "
                     "by AdamW, which takes complex parameters: in a group with use_muon=False of "
                     "torch_bf16.Muon, or in an optimizer of its own"
