@@ -6,12 +6,14 @@ as an interpreter that starts does, and ends as one does, with what that says of
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import runpy
 import sys
 import tempfile
 import traceback
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -73,6 +75,8 @@ def _run(folder: str, arguments: tuple[str, ...], targets: tuple[str, str, str])
         status = end.code
     except BaseException:
         traceback.print_exc()
+    # From Python 3.14 on a child forgets this, and torch's finalizers then come too late.
+    atexit.register(weakref.finalize._exitfunc)
     # It runs what is left to do at an interpreter's end, and says 120 if a stream is not flushed.
     ctypes.pythonapi.Py_Exit(status)
 

@@ -21,6 +21,7 @@ __all__ = [
     "count_to",
     "device_argument",
     "file_to_write",
+    "is_there",
     "keep_apart",
     "keep_inputs",
     "picture_to_write",
@@ -82,15 +83,30 @@ def device_argument(text: str) -> torch.device:
     return device
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file or folder exists.
+
+    Raises:
+        OSError: its name is too long, say, or a folder on the way is closed. ``Path.exists()`` says
+            no then, from Python 3.14 on.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def file_to_write(text: str) -> Path:
     """The type of an argument that names a file to write: checked now, not after minutes."""
     path = Path(text)
     try:
+        exists = is_there(path)
         if path.is_dir():
             why = "is a folder"
         elif not path.parent.is_dir():
             why = "is in a folder that does not exist"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        elif not os.access(path if exists else path.parent, os.W_OK):
             why = "may not be written by you"
         else:
             return path

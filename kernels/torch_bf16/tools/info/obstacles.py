@@ -27,6 +27,7 @@ from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.gradients.release_options import release_options
 from torch_bf16.model.slow_products import SLOW, bf16_product_ratio
 from torch_bf16.recipe import RECIPES
+from torch_bf16.tools.arguments import is_there
 from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
 from .hosts import hook, host_rows, is_older, needed
@@ -296,7 +297,7 @@ def _writable(path: Path | None, *parts: str) -> bool:
         return False
     path = path.joinpath(*parts)
     try:
-        while not path.exists() and path != path.parent:
+        while not is_there(path) and path != path.parent:
             path = path.parent
         return path.is_dir() and os.access(path, os.W_OK)
     except OSError:
