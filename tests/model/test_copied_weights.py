@@ -67,3 +67,12 @@ def test_a_copy_of_a_copy_that_is_blended_is_named():
     average = copy.deepcopy(copy.deepcopy(model))
     with pytest.warns(UserWarning, match="a copy of 'weight' is bfloat16"):
         train(model, optimizer, model, average, mul_add)
+
+
+def test_a_copy_is_named_though_its_model_is_cast_again_within_another():
+    """As where a head is put on an encoder whose target exists."""
+    model, optimizer = prepared(nn.Linear(32, 32))
+    average = copy.deepcopy(model)
+    torch_bf16.cast_model(nn.Sequential(model, nn.Linear(32, 4)))
+    with pytest.warns(UserWarning, match="a copy of '0.weight' is bfloat16"):
+        train(model, optimizer, model, average, mul_add)

@@ -98,8 +98,10 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     setattr(before_step, FOR_OTHERS, True)
     registered = register_optimizer_step_pre_hook(before_step)
     with _lock:
-        if all(watched() is not model for watched, _ in _hooks):
-            forget_sources({*map(id, model.parameters())})
+        models = [each for watched, _ in _hooks if (each := watched()) is not None]
+        # Not those that it shares with models cast before, as a learner does with its encoder.
+        known = {id(p) for each in models for p in each.parameters()}
+        forget_sources({*map(id, model.parameters())} - known)
         # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
         for old_model, handle in _hooks[:]:
             if (watched := old_model()) is None or watched is model:
