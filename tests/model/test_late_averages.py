@@ -1,4 +1,4 @@
-"""Averages in bf16 that begin after thousands of steps, or move after some of them, are named."""
+"""Averages in bf16 that begin late, move seldom, or go on after an interrupt are named."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.model.watched_weight import WatchedWeight
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 
@@ -70,3 +71,18 @@ def test_an_average_is_named_that_moves_after_every_tenth_turn_of_two_optimizers
     pass_by(optimizers, begins // 2 - 50)
     with pytest.warns(UserWarning, match=r"'average0.weight'"):
         train(model, optimizers, 120, begins=50, every=10)
+
+
+def test_an_average_is_named_in_a_program_that_goes_on_after_an_interrupt(monkeypatch):
+    """Which comes where the device is waited for, as in a notebook."""
+    model, optimizers = prepared(nn.Linear(32, 32))
+    with monkeypatch.context() as patch:
+        patch.setattr(WatchedWeight, "is_written", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizers, 32)
+    with pytest.warns(UserWarning, match=r"'average0.weight' is bfloat16"):
+        train(model, optimizers, 40)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

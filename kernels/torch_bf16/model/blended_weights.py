@@ -94,7 +94,12 @@ class _Watch:
             released = optimizer._engine.release  # pyright: ignore[reportAttributeAccessIssue]
             if self._steps is None or released is not None:
                 return None
-            return next(self._steps, None)
+            try:
+                return next(self._steps, None)
+            except BaseException:
+                # As an interrupt while the device was waited for: the iterator has ended.
+                self._begin()
+                raise
 
     def exempt(self, module: nn.Module) -> None:
         if self._steps is None:
