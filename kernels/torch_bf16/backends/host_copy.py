@@ -18,7 +18,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if not tensor.is_cuda:
-            self._host = tensor.detach().cpu()
+            self._host = tensor.detach().to("cpu", copy=True)
             return
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         with torch.cuda.device(tensor.device):
