@@ -10,6 +10,7 @@ from test_blended_weights import mul_add, prepared, train
 from torch import nn
 
 import torch_bf16
+from torch_bf16.model import copied_weights
 from torch_bf16.model.copied_weights import (
     forget_sources,
     leave_copies,
@@ -59,6 +60,19 @@ def test_nothing_is_kept_alive(weight):
     del average
     gc.collect()
     assert len(watched_copies()) == before
+
+
+def test_a_signal_handler_may_copy_weights_while_one_is_copied(weight, monkeypatch):
+    inner, known = [], copied_weights._Copy
+
+    def interrupted(source):
+        monkeypatch.undo()
+        inner.append(copy.deepcopy(weight))
+        return known(source)
+
+    monkeypatch.setattr(copied_weights, "_Copy", interrupted)
+    outer = copy.deepcopy(weight)
+    assert source_of(outer) == source_of(inner[0]) == id(weight)
 
 
 def test_a_copy_of_a_copy_that_is_blended_is_named():

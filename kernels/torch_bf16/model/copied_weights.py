@@ -22,7 +22,7 @@ class _Copy:
 
     Attributes:
         source: the id of the weight that it, or what it copied, is a copy of.
-        is_watched: whether nothing has left it alone yet; see :func:`leave_copies`.
+        is_watched: False once it is left alone; see :func:`leave_copies`.
     """
 
     source: int
@@ -30,7 +30,8 @@ class _Copy:
 
 
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_lock = threading.Lock()
+# A signal handler, or a finalizer, may copy weights in the middle of these functions.
+_lock = threading.RLock()
 
 
 def note_copy(copy: Tensor, source: Tensor) -> None:
