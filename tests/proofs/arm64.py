@@ -1,7 +1,7 @@
 """Run the CPU kernels' arm64 machine code in an emulator, and compare its bits with the oracle's.
 
     python tests/proofs/arm64.py --rules adamw     kernels of these rules, three seconds each
-    python tests/proofs/arm64.py                   of all rules, 25 minutes
+    python tests/proofs/arm64.py                   of all rules, over an hour
     python tests/proofs/arm64.py --cpus apple-m1   compiled for one processor
 
 Each variant steps the trial of its certificate, as it would before its first use on such a
