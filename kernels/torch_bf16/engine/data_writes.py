@@ -56,7 +56,7 @@ _NEAR = 16
 
 
 class WriteCounts(NamedTuple):
-    """How many parameters something else had written since a step.
+    """How many parameters something else wrote between two steps.
 
     Attributes:
         through_data: parameters written through ``.data``, which does not raise the version.
@@ -84,7 +84,7 @@ class Counting:
     ) -> None:
         self._lengths, self._size = (len(through_data), len(in_place)), size
         counts = [*through_data, *in_place, *nearby]
-        # On a GPU if any is: only towards it nothing waits.
+        # On a GPU if one is there: the host does not wait for a copy to it.
         places = sorted({each.device for each in counts}, key=lambda device: device.type == "cpu")
         here = [each.to(places[0], non_blocking=True) for each in counts]
         self._counts = HostCopy(torch.stack(here)) if here else None

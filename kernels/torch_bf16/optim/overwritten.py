@@ -205,11 +205,11 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     shards = [*map(shard_of, parameters)]
     if touched:
         _drop_written(optimizer, parameters, shards)
-    # Those of a GPU may be of a step before: the host does not wait for them.
+    # On a GPU they may be those of an earlier step: the host does not wait for them.
     while engine.countings and engine.countings[0][-1].is_done:
         step, rare, counting = engine.countings.popleft()
         if not engine.warned_of_data_writes:
-            _heed(optimizer, shards, step, rare, counting.read())
+            _warn_of_writes(optimizer, shards, step, rare, counting.read())
 
 
 def _drop_written(
@@ -233,14 +233,14 @@ def _drop_written(
     engine.countings.append((engine.steps, rare, counting))
 
 
-def _heed(
+def _warn_of_writes(
     optimizer: BF16Optimizer,
     shards: Sequence[Shard],
     step: int,
     rare: bool,
     written: data_writes.WriteCounts,
 ) -> None:
-    """Warn of weights that were written before a step, if they are to be warned of."""
+    """Count a step before which weights were written; warn if that loses what masters have."""
     engine = optimizer._engine
     if written.in_place:
         _warn_of_second_master(optimizer, shards)
