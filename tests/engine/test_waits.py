@@ -98,6 +98,27 @@ def test_what_a_gpu_is_still_counting_is_warned_of_at_a_later_step(monkeypatch):
         step()
 
 
+def test_a_second_optimizer_is_named_by_counts_that_come_a_step_later(monkeypatch):
+    """The first has stepped the weight again by then."""
+    parameter = torch.nn.Parameter(torch.randn(64, 33).bfloat16())
+    first, second = (
+        torch_bf16.AdamW([parameter], lr=1e-3, recipe="bf16-fp32-master") for _ in range(2)
+    )
+
+    def step(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step(first)
+    assert parameter.data.isfinite().all()  # a read, after which the bytes are known
+    step(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCopy, "is_there", False)
+        step(first)
+    with pytest.warns(UserWarning, match="another optimizer has stepped 1 of the parameters"):
+        step(first)
+
+
 def refusal_of(name):
     def refuse(*_, **options):
         pytest.fail(f"torch.cuda.{name}() starts CUDA, which takes memory and forbids to fork")

@@ -116,7 +116,7 @@ class Engine:
         written_step: the last step before which something else is known to have written weights.
         rare_blends: how often something else moved many numbers in place, long after the last time.
         countings: the latest steps with counts of what was written before them that are not known
-            yet, and whether a write was rare then.
+            yet, whether a write was rare then, and which weights another optimizer had stepped.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
         warned_of_second_master: whether a warning has said what a second optimizer of a weight
             loses.
@@ -140,7 +140,7 @@ class Engine:
         self.steps = 0
         self.blended_steps: list[int] = []
         self.written_step = self.rare_blends = 0
-        self.countings: deque[tuple[int, bool, Counting]] = deque()
+        self.countings: deque[tuple[int, bool, list[Shard], Counting]] = deque()
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _unknown
         self.optimizer: Callable[[], Any] = _unknown

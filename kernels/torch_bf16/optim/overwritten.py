@@ -78,7 +78,7 @@ def drop_remainders(
     members = written()
     if not members:
         return False
-    _warn_of_second_master(optimizer, [each.shard for each in members])
+    _warn_of_second_master(optimizer, _shared(optimizer, [each.shard for each in members]))
     for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
@@ -172,12 +172,17 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
     return loaded is not None
 
 
-def _warn_of_second_master(optimizer: BF16Optimizer, written: Sequence[Shard]) -> None:
+def _shared(optimizer: BF16Optimizer, written: Sequence[Shard]) -> list[Shard]:
+    """Those that another optimizer has stepped last; none once that was warned of."""
     engine = optimizer._engine
     if engine.warned_of_second_master:
-        return
-    shared = [each for each in written if engine.stepped_by_another(each)]
-    if shared:
+        return []
+    return [each for each in written if engine.stepped_by_another(each)]
+
+
+def _warn_of_second_master(optimizer: BF16Optimizer, shared: Sequence[Shard]) -> None:
+    engine = optimizer._engine
+    if shared and not engine.warned_of_second_master:
         engine.warned_of_second_master = True
         warn(
             f"another optimizer has stepped {len(shared)} of the parameters of this "
@@ -202,40 +207,40 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
             "were written, or their .data was read, since the last step, and replays would "
             "look for writes each time; take an ordinary step first"
         )
-    shards = [*map(shard_of, parameters)]
     if touched:
-        _drop_written(optimizer, parameters, shards)
+        _drop_written(optimizer, parameters)
     # On a GPU they may be those of an earlier step: the host does not wait for them.
     while engine.countings and engine.countings[0][-1].is_done:
-        step, rare, counting = engine.countings.popleft()
+        step, rare, shared, counting = engine.countings.popleft()
         if not engine.warned_of_data_writes:
-            _warn_of_writes(optimizer, shards, step, rare, counting.read())
+            _warn_of_writes(optimizer, shared, step, rare, counting.read())
 
 
-def _drop_written(
-    optimizer: BF16Optimizer, parameters: Sequence[Tensor], shards: Sequence[Shard]
-) -> None:
-    engine = optimizer._engine
+def _drop_written(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+    engine, shards = optimizer._engine, [*map(shard_of, parameters)]
     # If fp32 weights were loaded last, their remainders take the place of the old ones.
     remainders.forget_written(shards)
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
     counts, rare = not engine.warned_of_data_writes, _is_rare(engine)
+    counts_in_place = counts and (rare or engine.steps < _OBSERVED_STEPS)
     raised, counting = data_writes.zero_written(
         parameters,
         optimizer.state,
         engine.snapshots,
         count=counts,
-        count_in_place=counts and (rare or engine.steps < _OBSERVED_STEPS),
+        count_in_place=counts_in_place,
     )
     if raised:
         engine.written_step = engine.steps
-    engine.countings.append((engine.steps, rare, counting))
+    # Now: by the time that the counts are known, this optimizer has stepped them last.
+    shared = _shared(optimizer, shards) if raised and counts_in_place else []
+    engine.countings.append((engine.steps, rare, shared, counting))
 
 
 def _warn_of_writes(
     optimizer: BF16Optimizer,
-    shards: Sequence[Shard],
+    shared: Sequence[Shard],
     step: int,
     rare: bool,
     written: data_writes.WriteCounts,
@@ -243,7 +248,7 @@ def _warn_of_writes(
     """Count a step before which weights were written; warn if that loses what masters have."""
     engine = optimizer._engine
     if written.in_place:
-        _warn_of_second_master(optimizer, shards)
+        _warn_of_second_master(optimizer, shared)
     if written.in_place and not engine.warned_of_second_master:
         recent = [each for each in engine.blended_steps if each > step - _STEPS_IN_WINDOW]
         # Released steps come one by one.
