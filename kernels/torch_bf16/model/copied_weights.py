@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["forget_sources", "leave_copies", "note_copy", "source_of", "watched_copies"]
+__all__ = ["forget_sources", "leave_copies", "note_copy", "source_of", "sources", "watched_copies"]
 
 
 @dataclass
@@ -45,6 +45,12 @@ def source_of(weight: Tensor) -> int | None:
     """The id of the weight that a copy comes from in the end; None for what was not copied."""
     copy = _copies.get(weight)
     return None if copy is None else copy.source
+
+
+def sources() -> set[int]:
+    """The ids of all weights that copies come from in the end."""
+    with _lock:
+        return {copy.source for copy in _copies.values()}
 
 
 def forget_sources(numbers: Container[int]) -> None:

@@ -16,7 +16,7 @@ from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import warn, warn_once
 from torch_bf16.parameters import parameters_of
 
-from .copied_weights import forget_sources, source_of
+from .copied_weights import forget_sources, source_of, sources
 
 __all__ = ["FOR_OTHERS", "warn_unconverted"]
 
@@ -98,10 +98,10 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
     setattr(before_step, FOR_OTHERS, True)
     registered = register_optimizer_step_pre_hook(before_step)
     with _lock:
-        models = [each for watched, _ in _hooks if (each := watched()) is not None]
-        # Not those that it shares with models cast before, as a learner does with its encoder.
-        known = {id(p) for each in models for p in each.parameters()}
-        forget_sources({*map(id, model.parameters())} - known)
+        if numbers := sources() & {*map(id, model.parameters())}:
+            models = [each for watched, _ in _hooks if (each := watched()) is not None]
+            # Not those that it shares with models cast before, as a learner does with its encoder.
+            forget_sources(numbers - {id(p) for each in models for p in each.parameters()})
         # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
         for old_model, handle in _hooks[:]:
             if (watched := old_model()) is None or watched is model:
