@@ -80,7 +80,8 @@ def on_arm64(cpu: str) -> Iterator[None]:
         threads.run = run_here
 
 
-@functools.cache
+# Of few: each emulator takes megabytes.
+@functools.lru_cache(maxsize=4)
 def _function(dispatcher: Any, cpu: str) -> _Function:
     (compiled,) = dispatcher.overloads.values()
     machine, module = cross_compile(compiled.library.get_llvm_str(), cpu, reloc="static")
