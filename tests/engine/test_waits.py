@@ -1,4 +1,5 @@
-"""Nothing in a step waits for a GPU: trainings on a CUDA device that is made of host memory."""
+"""Trainings on a CUDA device that is made of host memory: nothing in a step waits for a GPU, and
+checkpoints carry runs from one device to another."""
 
 import json
 import os
@@ -37,8 +38,8 @@ ONCE = {
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory):
-    """What waited in each training, with the steps."""
+def found_there(tmp_path_factory):
+    """What the process of ``hollow_training.py`` has found."""
     pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     if torch.version.cuda or torch.version.hip:
         pytest.skip("needs torch's CPU build, which has no other CUDA")
@@ -48,10 +49,16 @@ def trainings(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("hollow")
     script = Path(__file__).parents[1] / "support" / "hollow_training.py"
-    command = [sys.executable, str(script), str(build(folder)), str(folder / "waits.json")]
+    command = [sys.executable, str(script), str(build(folder)), str(folder / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "waits.json").read_text())
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture
+def trainings(found_there):
+    """What waited in each training, with the steps."""
+    return found_there["waits"]
 
 
 def test_the_device_shows_what_waits(trainings):
@@ -75,6 +82,13 @@ def test_only_known_trainings_wait_for_the_device(trainings):
             (once if len({*steps}) == 1 else often).setdefault(name, set()).add(what)
     assert often == WAITING
     assert once == ONCE
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_checkpoints_carry_a_run_between_devices_bit_for_bit(found_there, recipe):
+    on_the_cpu, *carried = found_there["carried"][recipe].values()
+    assert len(on_the_cpu) > 8
+    assert carried == [on_the_cpu, on_the_cpu]
 
 
 def test_what_a_gpu_is_still_counting_is_warned_of_at_a_later_step(monkeypatch):

@@ -104,7 +104,7 @@ class Device:
         cuda._exchange_device = cuda._maybe_exchange_device = self._exchange
         cuda.get_rng_state = lambda device=None: torch.get_rng_state()
         cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        cuda.Stream, cuda.Event = (lambda *_, **options: stream), _Event
+        cuda.Stream, cuda.Event = _Stream, _Event
         clone = torch.UntypedStorage.clone
 
         def clone_there(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -114,13 +114,27 @@ class Device:
             return tensor.set_(storage, 0, (storage.nbytes(),)).clone().untyped_storage()
 
         torch.UntypedStorage.clone = clone_there
+        move = torch.UntypedStorage.to
+
+        def move_there(
+            storage: torch.UntypedStorage, *, device: torch.device, non_blocking: bool = False
+        ) -> torch.UntypedStorage:
+            if torch.device(device).type != "cuda":
+                return move(storage, device=device, non_blocking=non_blocking)
+            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            tensor.set_(storage, 0, (storage.nbytes(),))
+            return tensor.to(device, non_blocking=non_blocking).untyped_storage()
+
+        torch.UntypedStorage.to = move_there
 
 
 class _Stream:
     cuda_stream = 0
 
+    def __init__(self, *_: object, **options: object) -> None: ...
     def wait_stream(self, other: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class _Event:

@@ -1,10 +1,13 @@
-"""Trainings on a device that is not there: where a GPU would wait. A process of its own.
+"""Trainings on a device that is not there: where a GPU would wait, and which bits they have.
 
-python hollow_training.py <library of hollow_cuda.py> <result.json>
+A process of its own.
+
+python hollow_training.py <library of hollow_cuda.py> <found.json>
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -20,6 +23,8 @@ from interpreter_speed import patch_language_once
 WARM = 2
 MASTER = "bf16-fp32-master"
 CLIPPED = {"max_norm": 1.0}
+# The devices that a run is carried over by checkpoints.
+CARRIED = ("cpu", "cpu", "cpu"), ("cuda:0", "cpu", "cuda:1"), ("cpu", "cuda:1", "cuda:0")
 
 
 def optimizer_of(model: Any, name: str, recipe: str, **options: Any) -> Any:
@@ -114,6 +119,37 @@ def waits(
     return found
 
 
+def legs(recipe: str, *devices: str) -> list[Any]:
+    """Train a few steps on each device, by a checkpoint from one to the next; return the bits."""
+    saved = None
+    for number, device in enumerate(devices):
+        torch.manual_seed(0)
+        model = torch_bf16.cast_model(torch.nn.Linear(24, 16).to(device), recipe)
+        backend = "eager" if device == "cpu" else "triton"
+        optimizer = optimizer_of(model, "AdamW", recipe, backend=backend)
+        average = torch_bf16.EMA(model, 0.9, backend=backend)
+        parts = model, optimizer, average
+        if saved is not None:
+            saved.seek(0)
+            states = torch.load(saved, map_location=device, weights_only=True)
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
+        for step in range(2):
+            for parameter in model.parameters():
+                generator = torch.Generator().manual_seed(2 * number + step)
+                values = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = values.to(device, parameter.dtype)
+            optimizer.step()
+            average.update_parameters(model, optimizer)
+        saved = io.BytesIO()
+        torch.save([part.state_dict() for part in parts], saved)
+    values = [*torch_bf16.fp32_state_dict(model, optimizer).values()]
+    values += [value for state in optimizer.state.values() for value in state.values()]
+    values += average.state_dict().values()
+    tensors = [value.cpu().reshape(-1) for value in values if isinstance(value, torch.Tensor)]
+    return [tensor.view(torch.uint8).tolist() for tensor in tensors]
+
+
 def by(name: str, **options: Any) -> Callable[..., Any]:
     return lambda model, recipe: optimizer_of(model, name, recipe, **options)
 
@@ -165,4 +201,8 @@ if __name__ == "__main__":
     import torch_bf16
 
     results = {name: run() for name, run in trainings().items()}
-    Path(sys.argv[2]).write_text(json.dumps(results))
+    carried = {
+        recipe: {", ".join(each): legs(recipe, *each) for each in CARRIED}
+        for recipe in ("bf16-stochastic", MASTER)
+    }
+    Path(sys.argv[2]).write_text(json.dumps({"waits": results, "carried": carried}))
