@@ -52,6 +52,13 @@ def averaged(model: Any, optimizer: Any, kept: dict[str, Any]) -> None:
     kept["average"].update_parameters(model, optimizer)
 
 
+def averaged_there(model: Any, optimizer: Any, kept: dict[str, Any]) -> None:
+    """As when an average is moved with the model, by which its count of updates is moved, too."""
+    if not kept:
+        kept["average"] = torch_bf16.EMA(model, 0.9).to("cuda:0")
+    kept["average"].update_parameters(model, optimizer)
+
+
 def logged(model: Any, optimizer: Any, kept: dict[str, Any]) -> None:
     """The norms of weights, which stay on the device."""
     kept["norms"] = [p.data.norm() for p in model.parameters()]
@@ -177,6 +184,7 @@ def trainings() -> dict[str, Callable[[], dict[str, list[int]]]]:
             lambda model, recipe: summed(model, recipe, "bf16_stochastic"), passes=3
         ),
         "an average": lambda: waits(by("AdamW"), *master, after=averaged),
+        "an average that was moved": lambda: waits(by("AdamW"), *master, after=averaged_there),
         "windows in which blends are looked for": lambda: waits(
             by("SGD"), *stochastic, steps=74, after=blended
         ),

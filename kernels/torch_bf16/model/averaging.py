@@ -131,6 +131,9 @@ class EMA(AveragedModel):
         ...     prediction = model(torch.ones(1, 4))
     """
 
+    # The count's tensor after the last update, its version then, and what it was.
+    _counted: tuple[Tensor | None, int | None, int] = (None, None, 0)
+
     def __init__(
         self,
         model: nn.Module,
@@ -201,11 +204,12 @@ class EMA(AveragedModel):
         warn_of_left_out("update_parameters", model, holders)
         theirs |= _exact(model, holders)
         buffers, others = by_name(self.module.named_buffers()), by_name(model.named_buffers())
-        if self.n_averaged == 0:
+        count = self._count()
+        if count == 0:
             for name, average in ours.items():
                 local(average).copy_(local(theirs[name]))
         else:
-            self._averages.move(ours, theirs, 1.0 - self.decay, int(self.n_averaged) + 1)
+            self._averages.move(ours, theirs, 1.0 - self.decay, count + 1)
         if not self.use_buffers:
             for name, buffer in buffers.items():
                 # A cache may grow.
@@ -213,6 +217,14 @@ class EMA(AveragedModel):
                     buffer.data = buffer.new_empty(others[name].shape)
                 buffer.copy_(others[name])
         self.n_averaged += 1
+        if not (self.n_averaged.is_cpu or self.n_averaged.is_inference()):
+            self._counted = self.n_averaged, self.n_averaged._version, count + 1
+
+    def _count(self) -> int:
+        """The number of updates; read from a GPU, which waits for it, only if others wrote it."""
+        there, version, count = self._counted
+        known = there is self.n_averaged and self.n_averaged._version == version
+        return count if known else int(self.n_averaged)
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
