@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-__all__ = ["over_same_memory", "share_like", "span"]
+__all__ = ["over_same_memory", "place_and_version", "share_like", "span"]
 
 _T = TypeVar("_T")
 
@@ -82,3 +82,8 @@ def share_like(new: Tensor, old: Tensor) -> Tensor:
     if plain and old.is_shared() and old.untyped_storage().filename is None:
         new.share_memory_()
     return new
+
+
+def place_and_version(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often it was written, but for writes through ``.data``."""
+    return tensor.data_ptr(), tensor._version

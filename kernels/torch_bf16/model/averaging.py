@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizers_for, owners, warn_of_left_out
 from torch_bf16.errors import with_article
+from torch_bf16.memory import place_and_version
 from torch_bf16.sharding import any_flattened, is_dtensor, local, reshard, units
 
 from .blended_weights import exempt
@@ -131,8 +132,8 @@ class EMA(AveragedModel):
         ...     prediction = model(torch.ones(1, 4))
     """
 
-    # The count's tensor after the last update, its version then, and what it was.
-    _counted: tuple[Tensor | None, int | None, int] = (None, None, 0)
+    # The count's tensor after the last update, its address and version then, and what it was.
+    _counted: tuple[Tensor | None, tuple[int, int], int] = (None, (0, 0), 0)
 
     def __init__(
         self,
@@ -218,12 +219,13 @@ class EMA(AveragedModel):
                 buffer.copy_(others[name])
         self.n_averaged += 1
         if not (self.n_averaged.is_cpu or self.n_averaged.is_inference()):
-            self._counted = self.n_averaged, self.n_averaged._version, count + 1
+            self._counted = self.n_averaged, place_and_version(self.n_averaged), count + 1
 
     def _count(self) -> int:
         """The number of updates; read from a GPU, which waits for it, only if others wrote it."""
-        there, version, count = self._counted
-        known = there is self.n_averaged and self.n_averaged._version == version
+        there, place, count = self._counted
+        # A copy of both may have any version, but lies elsewhere.
+        known = there is self.n_averaged and place_and_version(self.n_averaged) == place
         return count if known else int(self.n_averaged)
 
     @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.errors import warn
+from torch_bf16.memory import place_and_version
 
 from .stochastic_writes import looks_stochastic
 
@@ -74,7 +75,7 @@ class WatchedWeight:
     ) -> WatchedWeight:
         """Begin to watch a weight that is comparable."""
         bits = bits_of(weight) if is_readable(weight) else None
-        return cls(name, kind, get, _place(weight), bits, followed)
+        return cls(name, kind, get, place_and_version(weight), bits, followed)
 
     @property
     def address(self) -> int | None:
@@ -88,7 +89,7 @@ class WatchedWeight:
         if weight is None or not is_readable(weight):
             return False
         # A write through weight.data changes neither its address nor its version.
-        written = self.place != _place(weight)
+        written = self.place != place_and_version(weight)
         return written or not (self.bits is None or torch.equal(self.bits, bits_of(weight)))
 
     def loses_writes(self, trained: Callable[[], Iterable[Tensor]]) -> bool:
@@ -198,10 +199,6 @@ def is_readable(weight: Tensor) -> bool:
 def bits_of(weight: Tensor, most: int = _COMPARED_ELEMENTS) -> Tensor:
     """int16, the bits of its first elements, ``most`` of them at most; a copy."""
     return weight.detach().reshape(-1)[:most].view(torch.int16).clone()
-
-
-def _place(weight: Tensor) -> tuple[int, int]:
-    return weight.data_ptr(), weight._version
 
 
 def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
