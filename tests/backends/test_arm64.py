@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROOF = Path(__file__).parents[1] / "proofs" / "arm64.py"
 # Of both modes, and one with int8 moments; each also over tensors in runs.
 VARIANTS = (
@@ -16,6 +18,8 @@ VARIANTS = (
 
 
 def test_an_emulated_arm64_processor_has_the_bits_of_the_oracle():
+    for package in ("numba", "unicorn", "elftools"):
+        pytest.importorskip(package)
     arguments = ["--rules", "adamw", "--only", *VARIANTS, "--cpus", "neoverse-n1"]
     done = subprocess.run(
         [sys.executable, str(PROOF), *arguments], capture_output=True, text=True, timeout=250
