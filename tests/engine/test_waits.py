@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from constraints import pinned
 from hollow_cuda import build
-from packaging.version import Version
 
 import torch_bf16
 from torch_bf16.backends.host_copy import HostCopy
@@ -42,9 +40,9 @@ def found_there(tmp_path_factory):
     """What the process of ``hollow_training.py`` has found."""
     pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     if torch.version.cuda or torch.version.hip:
-        pytest.skip("needs torch's CPU build, which has no other CUDA")
-    if Version(torch.__version__) < Version(pinned("torch")):
-        pytest.skip(f"stands in for the CUDA of torch {pinned('torch')} or newer")
+        pytest.skip("this torch has a CUDA of its own, where tests of GPUs see what waits")
+    if torch.__version__ < "2.13":
+        pytest.skip("the device was not tried with CPU builds of torch before 2.13")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("hollow")
