@@ -154,6 +154,24 @@ def test_the_layer_that_is_trained_from_the_start_counts_wherever_it_is(model):
         rounds(model, 4, of_a_stage)
 
 
+def test_clients_with_seeds_of_their_own_repeat_the_noise_of_their_own_rounds(model):
+    """Each begins where the others do, and the next round where the last one of them ended."""
+
+    def trained(seed):
+        recipe = get_recipe("bf16-stochastic", seed=seed)
+        return torch_bf16.AdamW(model.named_parameters(), recipe=recipe)
+
+    def of_a_round(parameters):
+        begun = {name: each.clone() for name, each in model.state_dict().items()}
+        for seed in range(2):
+            model.load_state_dict(begun)
+            step_each([trained(seed)])
+        return trained(2)
+
+    with pytest.warns(UserWarning, match="begun at step 0 4 times, .* with seed 0"):
+        rounds(model, 4, of_a_round)
+
+
 def test_tensors_that_were_stepped_can_be_swapped(model):
     step_each([torch_bf16.AdamW(model.named_parameters())])
     weight = next(model.parameters())
@@ -190,6 +208,11 @@ def test_optimizers_that_go_on_counting_or_draw_apart_or_begin_anew_are_not_name
     for _ in range(3):  # two stages of a sweep
         model.load_state_dict(begun)
         rounds(model, 2)
+    for number in range(6):  # two stages of a sweep with a seed for each
+        model.load_state_dict(begun)
+        for seed in range(2):
+            recipe = get_recipe("bf16-stochastic", seed=seed)
+            rounds(model, 1, lambda p, r=recipe, n=number: torch_bf16.AdamW(p, 1e-3 * n, recipe=r))
     for number in range(6):  # a lottery ticket
         model.load_state_dict(begun)
         with torch.no_grad():

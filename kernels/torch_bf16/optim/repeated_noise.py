@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,23 @@ __all__ = ["warn_if_repeated"]
 
 # Two or three, such as the stages of a training, do little harm: errors grow by the square root.
 _MANY = 4
-# How many weights are remembered, those of the latest beginnings, and how many elements of each.
-_WEIGHTS, _ELEMENTS = 64, 256
+# How many weights are remembered, those of the latest beginnings; how many beginnings of each; and
+# how many elements of each beginning.
+_WEIGHTS, _BEGINNINGS, _ELEMENTS = 64, 32, 256
+
+
+class _Beginning(NamedTuple):
+    """Where optimizers began to train a weight: the bits of its first elements, and their seeds."""
+
+    bits: Tensor
+    seeds: set[int]
+
 
 _lock = threading.Lock()
-# The bits of a weight's first elements at each of its beginnings, by its id, the seed and its name.
+# By a weight's id and name, one training: each beginning where the one before had moved the weight.
 # Not by weak references, because torch swaps no tensors that have some; a weight that has the id of
-# another one is unlike it.
-_beginnings: dict[tuple[int, int, str], list[Tensor]] = {}
+# another one is unlike it, or begins where that one did.
+_beginnings: dict[tuple[int, str], list[_Beginning]] = {}
 
 
 def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
@@ -58,21 +67,23 @@ def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> Non
 
 
 def _count(member: Member, seed: int) -> int:
-    """How often a weight has begun at step 0, each time where the last one had moved it."""
-    key = id(member.parameter), seed, member.shard.name
+    """How often a weight has begun at step 0 with this seed, each time where it had been moved."""
+    key = id(member.parameter), member.shard.name
     bits = bits_of(member.parameter, _ELEMENTS).cpu()
     with _lock:
         before = _beginnings.pop(key, [])
-        again = next((n for n, each in enumerate(before) if _is_same(each, bits)), None)
+        again = next((n for n, each in enumerate(before) if _is_same(each.bits, bits)), None)
         if again is not None:  # a sweep, or a ticket that is rewound and pruned
             before = before[: again + 1]
+            before[-1].seeds.add(seed)
         else:
-            before = [*before, bits] if before and _went_on(before[-1], bits) else [bits]
+            went_on = before and _went_on(before[-1].bits, bits)
+            before = [*(before if went_on else []), _Beginning(bits, {seed})]
         # The first, which a program goes back to, and the last.
-        _beginnings[key] = before[:1] + before[1:][1 - _MANY :]
+        _beginnings[key] = before[:1] + before[1:][1 - _BEGINNINGS :]
         if len(_beginnings) > _WEIGHTS:
             del _beginnings[next(iter(_beginnings))]
-    return len(before)
+    return sum(seed in each.seeds for each in before)
 
 
 def _begins(member: Member) -> bool:
