@@ -70,7 +70,7 @@ class Device:
         from torch_bf16.backends import triton
 
         # It says that an interpreter cannot read the memory of a device.
-        triton._interprets = lambda: False
+        triton.interprets = lambda: False
         launch = interpreter.GridExecutor.__call__
 
         def unobserved(*args: object, **options: object) -> None:

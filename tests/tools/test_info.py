@@ -124,7 +124,8 @@ def test_tested_versions_are_those_of_the_constraints_or_newer_ones_that_a_page_
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "_AUTOLOAD=0: torch loads no extension -> unset it"),
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "true", "_AUTOLOAD=true: torch loads no extension"),
         ("TORCH_BF16_DISABLE_PATCHES", "foo", "refused: TORCH_BF16_DISABLE_PATCHES='foo': foo is"),
-        ("TRITON_INTERPRET", "1", "slow: TRITON_INTERPRET=1"),
+        ("TRITON_INTERPRET", "1", "in its interpreter -> unset TRITON_INTERPRET"),
+        ("TRITON_INTERPRET", "yes", "in its interpreter -> unset TRITON_INTERPRET"),
     ],
 )
 def test_what_the_environment_asks_for_and_cannot_be(

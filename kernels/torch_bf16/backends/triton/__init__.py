@@ -21,7 +21,7 @@ from torch_bf16.backends.bucket import Bucket
 from torch_bf16.errors import version_numbers
 from torch_bf16.rules import Rule
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "interprets"]
 
 # Second moments become subnormal. Triton 3.5 flushes their roots on NVIDIA's GPUs (triton#8557), so
 # `ieee` uses PTX there; 3.6 turns them into NaN on AMD's (triton#8697).
@@ -43,7 +43,7 @@ def _missing() -> str | None:
     return None
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
     """Whether Triton's interpreter is on, as Triton itself reads the environment."""
     try:
         from triton import knobs
@@ -70,12 +70,12 @@ class TritonBackend:
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device``, or None if it can."""
-        if device.type == "cpu" and not _interprets():
+        if device.type == "cpu" and not interprets():
             return "it updates tensors on GPUs, and on a CPU only under TRITON_INTERPRET=1"
         if device.type not in ("cpu", "cuda"):
             return f"it updates tensors on CUDA and ROCm devices, not on {device.type}"
         missing = _missing()
-        if missing is None and device.type != "cpu" and _interprets():
+        if missing is None and device.type != "cpu" and interprets():
             return (
                 "Triton's interpreter is on, which cannot read the device's memory; unset "
                 "TRITON_INTERPRET"

@@ -16,6 +16,7 @@ from bf16_autoload import resembles_a_mode
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends.certificates import all_verdicts, facts_of, file_of, folder
+from torch_bf16.backends.triton import interprets
 from torch_bf16.environment import (
     OPTIONS,
     misspelt_variables,
@@ -128,10 +129,8 @@ def _environment() -> Iterator[Obstacle]:
             yield Obstacle(
                 "note", f"{SWITCH} turns {name} off: {PATCHES[name].without}", f"unset {SWITCH}"
             )
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        yield Obstacle(
-            "slow", "TRITON_INTERPRET=1: Triton's kernels run in its interpreter", "unset it"
-        )
+    if interprets():
+        yield Obstacle("slow", "Triton's kernels run in its interpreter", "unset TRITON_INTERPRET")
 
 
 def _read_backend(environment: Mapping[str, str]) -> None:
