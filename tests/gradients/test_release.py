@@ -260,6 +260,24 @@ def test_clipping_by_the_last_steps_norm():
     assert same(plain, released)
 
 
+def test_what_is_saved_after_a_release_clips_by_its_last_norm():
+    """As by a Trainer, which saves after a fit that has ended the release."""
+    whole, half, resumed = (setup(cls=torch_bf16.SGD) for _ in range(3))
+    handles = [
+        torch_bf16.release_gradients(*each, max_norm=0.1, norm="last_step")
+        for each in (whole, half, resumed)
+    ]
+    train(*whole, range(4))
+    train(*half, range(2))
+    handles[1].remove()
+    for ours, theirs in zip(resumed, half, strict=True):
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    train(*resumed, range(2, 4))
+    assert same(whole, resumed)
+    train(*half, range(2, 3))  # after an ordinary step it is no longer the norm of the last one
+    assert "last_norm" not in half[1].state_dict()["torch_bf16"]
+
+
 @pytest.mark.parametrize("norm", ["parameter", "last_step"])
 def test_norms_whose_squares_overflow_in_fp32_are_added_up_right(norm):
     model = nn.ParameterList(torch.zeros(1) for _ in range(4))

@@ -131,7 +131,8 @@ class ReleasedSteps:
         self._hooked.drop(self._hooked.by_id)
         engine = self._engine
         if engine is not None and engine.release is self:
-            engine.release, engine.release_options, engine.last_norm = None, False, None
+            # The last norm is saved until an ordinary step makes it an old one.
+            engine.release, engine.release_options = None, False
 
     def finish(self, left: list[Tensor]) -> bool:
         """Take the remaining steps, and reset: the next backward pass is for the next step.

@@ -168,6 +168,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             inputs = engine.pending.inputs(self, setting.parameters)
             with torch.set_grad_enabled(False):  # half the time of no_grad()
                 engine.plan = self._update(setting.parameters, engine.plan, setting, inputs)
+            engine.last_norm = None
         self._count(inputs)
         engine.pending.reset()
         return loss
