@@ -243,6 +243,22 @@ def test_what_has_no_parameters_any_more_runs_as_it_is(compute):
     assert net(X)["out"][0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_a_part_whose_class_has_no_forward_that_can_be_called_is_left_alone(compute):
+    class Manifold(nn.Module):  # as geoopt's
+        forward: Any = NotImplemented
+
+        def __init__(self):
+            super().__init__()
+            self.curvature = nn.Parameter(torch.ones(()))
+
+    net: Any = torch_bf16.cast_model(nn.Sequential(nn.Linear(4, 4)))
+    net[0].manifold = torch_bf16.cast_model(Manifold())
+    torch_bf16.carry_autocast(net, compute=compute)
+    assert net(torch.ones(2, 4)).dtype == torch.float32
+    assert "forward" not in vars(net[0].manifold)
+
+
 def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
     net: Any = torch_bf16.cast_model(Net())
     net.head.forward = lambda x, scale=2.0: scale * nn.functional.linear(x, net.head.weight)

@@ -102,9 +102,11 @@ def _is_called(module: nn.Module) -> bool:
     # A compiled module calls the module inside it, which is one of the parts, too.
     if "_orig_mod" in module._modules:
         return False
-    return isinstance(module, torch.jit.ScriptModule) or (
-        type(module).forward is not nn.Module.forward
-    )
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    # Where a class says forward = NotImplemented, as geoopt's manifolds do, nothing is called.
+    forward = type(module).forward
+    return callable(forward) and forward is not nn.Module.forward
 
 
 def _carried_in(model: nn.Module) -> Iterator[tuple[nn.Module, CarriedForward]]:
