@@ -333,6 +333,27 @@ def test_a_class_that_looks_parameters_up_is_told_of_others_that_do_not(module, 
         train(model, optimizer, [1])
 
 
+def test_a_riemannian_class_is_told_to_train_alone_what_lies_on_manifolds():
+    class RiemannianAdam(torch.optim.Adam):
+        __module__ = "geoopt.optim.radam"
+
+        def step(self, closure=None):
+            parameters = (p for group in self.param_groups for p in group["params"])
+            assert all(hasattr(p, "manifold") for p in parameters)
+            return super().step(closure)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for p in model[0].parameters():
+        p.manifold = "sphere"
+    with pytest.raises(NotImplementedError, match=r"it keeps manifold .*manifolds alone, kept in"):
+        torch_bf16.prepare(model, RiemannianAdam(model.parameters()), "bf16-stochastic")
+    alone, rest = RiemannianAdam(model[0].parameters()), torch.optim.Adam(model[1].parameters())
+    torch_bf16.prepare(model, [alone, rest], Recipe("geometry in fp32", keep_fp32=("0",)))
+    assert type(alone) is RiemannianAdam
+    assert isinstance(rest, torch_bf16.Adam)
+    assert [p.dtype for p in (model[0].weight, model[1].weight)] == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
 def test_an_ascent_from_exact_weights_is_kept_where_one_in_bf16_is_lost(recipe):
     torch.manual_seed(0)

@@ -35,6 +35,8 @@ _ADVICE = {
     f"torch_bf16.AdamW with {_INT8}",
     "apollo_torch.q_apollo.": "APOLLOAdamW of the same package is taken as it is",
     "dion.dion.": "Dion2, NorDion2, NorMuon and Muon of the same package are taken as they are",
+    "geoopt.optim.": "Let it train what lies on manifolds alone, kept in float32 by keep_fp32, "
+    "which takes names of parameters and the class geoopt.Manifold, and let another train the rest",
     "heavyball.": "torch_bf16 has AdamW, NAdam, RMSprop, ADOPT, SGD, Muon and AdamWScheduleFree, "
     "and SOAP, Kron (PSGD), LaProp and AdEMAMix of pytorch_optimizer are taken as they are",
     "lomo_optim.lomo.": "It updates each weight inside backward(), which release_gradients(model, "
