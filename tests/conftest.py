@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -126,6 +127,22 @@ def interpreted():
             patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(int).result(timeout=60)
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
+
+
+@pytest.fixture(scope="session")
+def hollow_library(tmp_path_factory):
+    """The devices of ``hollow_cuda.py``, for processes that a test starts."""
+    import torch
+    from hollow_cuda import build
+
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this torch has a CUDA of its own, where tests of GPUs see what waits")
+    if torch.__version__ < "2.13":
+        pytest.skip("the device was not tried with CPU builds of torch before 2.13")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("needs a C++ compiler")
+    return build(tmp_path_factory.mktemp("hollow"))
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,12 @@
 checkpoints carry runs from one device to another."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hollow_cuda import build
 
 import torch_bf16
 from torch_bf16.backends.host_copy import HostCopy
@@ -36,18 +33,11 @@ ONCE = {
 
 
 @pytest.fixture(scope="module")
-def found_there(tmp_path_factory):
+def found_there(hollow_library, tmp_path_factory):
     """What the process of ``hollow_training.py`` has found."""
-    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
-    if torch.version.cuda or torch.version.hip:
-        pytest.skip("this torch has a CUDA of its own, where tests of GPUs see what waits")
-    if torch.__version__ < "2.13":
-        pytest.skip("the device was not tried with CPU builds of torch before 2.13")
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
-        pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("hollow")
     script = Path(__file__).parents[1] / "support" / "hollow_training.py"
-    command = [sys.executable, str(script), str(build(folder)), str(folder / "found.json")]
+    command = [sys.executable, str(script), str(hollow_library), str(folder / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text())

@@ -12,85 +12,17 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "hollow_graphs.h"
+#include "hollow_memory.h"
+
 namespace {
-
-using at::Device;
-using at::DeviceIndex;
-using at::IntArrayRef;
-using at::Tensor;
-using c10::DataPtr;
-using c10::DispatchKey;
-using c10::DispatchKeySet;
-using c10::IValue;
-using c10::Stream;
-
-thread_local DeviceIndex current = 0;
-DeviceIndex devices = 2;
-void (*on_wait)(const char*) = nullptr;
-
-void wait(const std::string& what) {
-  if (on_wait) on_wait(what.c_str());
-}
-
-// Memory.
-
-struct DeviceMemory final : c10::Allocator {
-  DataPtr allocate(size_t bytes) override {
-    void* memory = nullptr;
-    TORCH_CHECK(posix_memalign(&memory, 512, bytes + 1) == 0);
-    // Nothing is zero by chance.
-    std::memset(memory, 0xA5, bytes);
-    return {memory, memory, &std::free, Device(at::kCUDA, current)};
-  }
-  at::DeleterFnPtr raw_deleter() const override { return &std::free; }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-} device_memory;
-
-std::mutex pinned_lock;
-std::map<const char*, size_t> pinned;
-
-void unpin(void* memory) {
-  {
-    std::lock_guard<std::mutex> held(pinned_lock);
-    pinned.erase(static_cast<const char*>(memory));
-  }
-  std::free(memory);
-}
-
-bool is_pinned(const void* address) {
-  std::lock_guard<std::mutex> held(pinned_lock);
-  auto place = static_cast<const char*>(address);
-  auto after = pinned.upper_bound(place);
-  if (after == pinned.begin()) return false;
-  auto [start, bytes] = *--after;
-  return place < start + bytes;
-}
-
-struct PinnedMemory final : c10::Allocator {
-  DataPtr allocate(size_t bytes) override {
-    void* memory = nullptr;
-    TORCH_CHECK(posix_memalign(&memory, 512, bytes + 1) == 0);
-    std::lock_guard<std::mutex> held(pinned_lock);
-    pinned[static_cast<const char*>(memory)] = bytes + 1;
-    return {memory, memory, &unpin, Device(at::kCPU)};
-  }
-  at::DeleterFnPtr raw_deleter() const override { return &unpin; }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-} pinned_memory;
 
 // What torch asks of a device.
 
@@ -162,9 +94,13 @@ Tensor over(c10::Storage storage, DispatchKey key, const Tensor& like) {
 
 Shown show(const Tensor& tensor) {
   auto memory = tensor.storage().mutable_data();
+  // A collective goes on when its operation has returned.
+  auto kept = new c10::Storage(tensor.storage());
+  DataPtr same(memory, kept, [](void* it) { delete static_cast<c10::Storage*>(it); },
+               Device(at::kCPU));
   // Resizable, as an operation may resize what it writes to.
   c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
-                       DataPtr(memory, Device(at::kCPU)), c10::GetCPUAllocator(), true);
+                       std::move(same), c10::GetCPUAllocator(), true);
   auto host = over(std::move(storage), DispatchKey::CPU, tensor);
   host.unsafeGetTensorImpl()->_set_conj(tensor.is_conj());
   host.unsafeGetTensorImpl()->_set_neg(tensor.is_neg());
@@ -173,11 +109,17 @@ Shown show(const Tensor& tensor) {
 
 // Memory that a CPU kernel has allocated becomes the device's.
 c10::Storage taken(const Tensor& host, Device device) {
-  auto kept = new Tensor(host);
-  DataPtr memory(host.storage().mutable_data(), kept,
-                 [](void* it) { delete static_cast<Tensor*>(it); }, device);
+  auto held = new Held(nullptr, host, host.storage().nbytes(), device.index());
+  DataPtr memory(host.storage().mutable_data(), held, &let_go, device);
   return c10::Storage(c10::Storage::use_byte_size_t(), host.storage().nbytes(), std::move(memory),
                       &device_memory, true);
+}
+
+// Whoever has the storage has what is put into it.
+void put(const c10::Storage& into, c10::Storage what) {
+  auto bytes = what.nbytes();
+  into.set_data_ptr_noswap(std::move(what.mutable_data_ptr()));
+  into.set_nbytes(bytes);
 }
 
 Tensor given_back(const Tensor& host, const std::vector<Shown>& shown, Device device) {
@@ -199,6 +141,7 @@ const std::set<std::string> results_on_the_host = {
     "aten::repeat_interleave.Tensor"};
 
 void any_operation(const c10::OperatorHandle& operation, DispatchKeySet, torch::jit::Stack* stack) {
+  if (is_captured()) return capture(operation, stack);
   auto& schema = operation.schema();
   auto name = schema.operator_name().name;
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
@@ -226,6 +169,15 @@ void any_operation(const c10::OperatorHandle& operation, DispatchKeySet, torch::
       std::vector<Tensor> tensors;
       for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(show_host(tensor));
       value = c10::List<Tensor>(tensors);
+    } else if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
+      // A collective's tensors of each rank.
+      c10::List<c10::List<Tensor>> lists;
+      for (const IValue& list : value.toListRef()) {
+        lists.push_back(c10::List<Tensor>());
+        for (const Tensor& tensor : list.toTensorVector())
+          lists.get(lists.size() - 1).push_back(show_host(tensor));
+      }
+      value = lists;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> tensors;
       for (std::optional<Tensor> tensor : value.toOptionalTensorList()) {
@@ -245,7 +197,7 @@ void any_operation(const c10::OperatorHandle& operation, DispatchKeySet, torch::
   for (auto& each : shown) {
     auto tensor = each.device.unsafeGetTensorImpl();
     if (each.host.storage().mutable_data() != each.memory)
-      tensor->set_storage_keep_dtype(taken(each.host, each.device.device()));
+      put(each.device.storage(), taken(each.host, each.device.device()));
     tensor->set_sizes_and_strides(
         each.host.sizes(), each.host.strides(), each.host.storage_offset());
   }
@@ -263,6 +215,12 @@ void any_operation(const c10::OperatorHandle& operation, DispatchKeySet, torch::
 }
 
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  if (is_captured()) {
+    static auto copy = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+    torch::jit::Stack stack{to, from, non_blocking};
+    capture(copy, &stack);
+    return to;
+  }
   bool up = from.device().is_cpu(), down = to.device().is_cpu();
   if ((up || down) && to.numel() > 0) {
     auto& host = up ? from : to;
@@ -314,10 +272,33 @@ Tensor& set_tensor(Tensor& tensor, const Tensor& of) {
 
 void record_stream(Tensor&, Stream) {}
 
+void resize_storage(const Tensor& of, int64_t bytes) {
+  auto before = of.storage();
+  c10::OptionalDeviceGuard on(of.device());
+  auto kept = std::min(static_cast<size_t>(bytes), before.nbytes());
+  c10::Storage after(c10::Storage::use_byte_size_t(), bytes, &device_memory, true);
+  if (kept) std::memcpy(after.mutable_data(), before.data(), kept);
+  put(before, std::move(after));
+}
+
+// DDP times its passes by one.
+struct Untimed final : c10d::Timer {
+  explicit Untimed(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 }  // namespace
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, Untimed);
+}
 
 namespace at {
 REGISTER_CUDA_HOOKS(CUDAHooks);
+}
+
+TORCH_LIBRARY(hollow, library) {
+  library.def("resize_storage(Tensor of, int bytes) -> ()", &resize_storage);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
@@ -334,8 +315,27 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("record_stream", &record_stream);
 }
 
+// Of each collective torch has a kernel for CUDA, which asks NCCL.
+const char* const collectives[] = {
+    "_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_", "allreduce_", "allreduce_coalesced_", "alltoall_",
+    "alltoall_base_", "barrier", "broadcast_", "gather_", "recv_", "recv_any_source_", "reduce_",
+    "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_", "send"};
+
+void let_gloo_communicate() {
+  // That they replace others is meant, and no news.
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } handler;
+  c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  static torch::Library library(torch::Library::IMPL, "c10d", DispatchKey::CUDA, __FILE__, __LINE__);
+  for (auto name : collectives)
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operation>());
+}
+
 extern "C" {
 void hollow_start() {
+  let_gloo_communicate();
   c10::SetAllocator(at::kCUDA, &device_memory);
   c10::impl::device_guard_impl_registry[static_cast<size_t>(at::kCUDA)].store(&guard);
 }
@@ -343,4 +343,12 @@ int hollow_exchange_device(int device) {
   return device < 0 ? current : std::exchange(current, static_cast<DeviceIndex>(device));
 }
 void hollow_on_wait(void (*call)(const char*)) { on_wait = call; }
+void hollow_forbid_waits(bool forbids) { waits_are_errors = forbids; }
+bool hollow_exempt(bool is) { return std::exchange(exempt, is); }
+void hollow_synchronize() {
+  if (on_wait) on_wait("the device");
+}
+int64_t hollow_allocated(int device) { return figures[device].now; }
+int64_t hollow_peak(int device) { return figures[device].most; }
+void hollow_reset_peak(int device) { figures[device].most = figures[device].now.load(); }
 }
