@@ -100,19 +100,27 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     _warn_of_buffers([gradient for _, gradient in gradients])
     hooks = NodeHooks.of(changed.values())
     aliases = Alias.of(model, changed.values())
-    bits_of: dict[int, Tensor] = {}
+    gradient_of = {id(p): gradient for p, gradient in gradients}
+    dropped_from: dict[int, remainders.Dropped] = {}
     for parameter in changed.values():
         parameter.grad = None
 
+    # All that takes memory is done before torch gets the weight, in case there is none.
     def cast(t: Tensor) -> Tensor:
         if id(t) in to_fp32 and is_narrow(t):
-            return share_like(t.detach().float(), t.detach())
-        if id(t) not in to_bf16 or t.dtype != torch.float32:
+            weight, dropped = t.detach().float(), None
+        elif id(t) in to_bf16 and t.dtype == torch.float32:
+            weight, dropped = remainders.split(t.detach(), recipe)
+        else:
             return t
-        weight, bits = remainders.split(t.detach(), recipe)
-        if bits is not None:
-            bits_of[id(t)] = bits
-        return share_like(weight, t.detach())
+        gradient = gradient_of.get(id(t))
+        converted = None if gradient is None else gradient.to(weight.dtype)
+        weight = share_like(weight, t.detach())
+        if converted is not None:
+            gradient_of[id(t)] = converted
+        if dropped is not None:
+            dropped_from[id(t)] = dropped
+        return weight
 
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     try:
@@ -124,13 +132,13 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
         # Also if memory ran out half-way: a second call goes on from there.
-        for parameter, gradient in gradients:
-            parameter.grad = gradient.to(parameter.dtype)
+        for parameter, _ in gradients:
+            parameter.grad = gradient_of[id(parameter)]
         for each in hooks:
             each.pass_on()
         for each in aliases:
             each.restore()
-        remainders.remember(model, bits_of)
+        remainders.remember(model, dropped_from)
     cast_modules.note(model, recipe, to_bf16, in_bf16, {id(p) for p in asked})
     for each in _callable(in_fp32):
         _compute_in_fp32(each)

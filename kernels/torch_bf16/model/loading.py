@@ -44,15 +44,15 @@ def _remembering(original: Any) -> Any:
         if recipe is None or local_metadata.get("assign_to_params_buffers"):
             original(self, state_dict, prefix, local_metadata, strict, *faults)
             return
-        bits_of, given, errors = {}, {}, len(error_msgs)
+        dropped_from, given, errors = {}, {}, len(error_msgs)
 
         def split(*_args: Any) -> None:
             for key, parameter in _fp32_weights(self, state_dict, prefix):
                 # Rounded here: torch rounds ties differently, and their remainders would not fit.
                 given[key] = state_dict[key]
-                state_dict[key], bits = remainders.split(given[key].detach(), recipe)
-                if bits is not None:
-                    bits_of[id(parameter)] = bits
+                state_dict[key], dropped = remainders.split(given[key].detach(), recipe)
+                if dropped is not None:
+                    dropped_from[id(parameter)] = dropped
 
         # The last of the hooks: others rename, permute and scale what is loaded. Scripted modules
         # have a method that refuses.
@@ -63,8 +63,8 @@ def _remembering(original: Any) -> Any:
             last.remove()
             # It may be the caller's own, and be loaded into another model.
             state_dict.update(given)
-        if bits_of and len(error_msgs) == errors:
-            remainders.remember(self, bits_of)
+        if dropped_from and len(error_msgs) == errors:
+            remainders.remember(self, dropped_from)
 
     return load_from_state_dict
 

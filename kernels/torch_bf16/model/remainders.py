@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -25,6 +26,7 @@ from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, 
 from .fingerprint import Fingerprint
 
 __all__ = [
+    "Dropped",
     "find_remainder",
     "find_remainders",
     "find_unwritten",
@@ -71,8 +73,15 @@ _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionar
 _places: dict[int, tuple[ref[nn.Module], str]] = {}
 
 
-def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-    """The bf16 parameter for an fp32 weight, and the bits that an exact master needs, if any."""
+class Dropped(NamedTuple):
+    """The bits that bf16 lacks of an fp32 weight, and the fingerprint of those that it has."""
+
+    bits: Tensor
+    fingerprint: Fingerprint
+
+
+def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Dropped | None]:
+    """The bf16 parameter for an fp32 weight, and what an exact master needs besides, if any."""
     memory = local(weight)
     planes = recipe.format_of("weights", weight.shape).planes
     if len(planes) == 1 or weight.device.type == "meta":
@@ -85,18 +94,19 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         visible, lower = split16(memory)
         bits = lower.contiguous()
     # The bits wait for the first step in the memory where the master will be.
-    return shown_like(weight, visible), bits.cpu() if recipe.offload == "states" else bits
+    bits = bits.cpu() if recipe.offload == "states" else bits
+    return shown_like(weight, visible), Dropped(bits, Fingerprint.of(visible))
 
 
-def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
-    """Keep the bits that :func:`split` dropped from a module's parameters, by the parameters' ids.
+def remember(module: nn.Module, dropped_from: Mapping[int, Dropped]) -> None:
+    """Keep what :func:`split` dropped from a module's parameters, by the parameters' ids.
 
-    A later write to a parameter makes its bits void.
+    A later write to a parameter makes it void.
     """
     remainders = {}
     for parameter in module.parameters():
-        if (bits := bits_of.get(id(parameter))) is not None:
-            remainders[id(parameter)] = _remainder(parameter, bits)
+        if (dropped := dropped_from.get(id(parameter))) is not None:
+            remainders[id(parameter)] = _remainder(parameter, *dropped)
     _keep(module, remainders)
 
 
@@ -108,10 +118,11 @@ def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -
         module: the module that has the parameters, if it is known; without it, those that are
             found by their place only are left out.
     """
-    remainders = {
-        p: _remainder(p, each.to(torch.int16) << 8 if each.dtype == torch.int8 else each)
-        for p, each in planes.items()
-    }
+    remainders = {}
+    for parameter, plane in planes.items():
+        bits = plane.to(torch.int16) << 8 if plane.dtype == torch.int8 else plane
+        fingerprint = Fingerprint.of(shard_of(parameter).memory)
+        remainders[parameter] = _remainder(parameter, bits, fingerprint)
     if module is not None:
         _keep(module, {id(p): each for p, each in remainders.items()})
     for parameter, each in remainders.items():
@@ -119,10 +130,9 @@ def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -
             _by_parameter[parameter] = each
 
 
-def _remainder(parameter: Tensor, bits: Tensor) -> _Remainder:
+def _remainder(parameter: Tensor, bits: Tensor, fingerprint: Fingerprint) -> _Remainder:
     shard = shard_of(parameter)
-    version, placed = shard.version(), _found_by_place(shard)
-    return _Remainder(bits, version, Fingerprint.of(shard.memory), placed)
+    return _Remainder(bits, shard.version(), fingerprint, _found_by_place(shard))
 
 
 def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:

@@ -275,13 +275,13 @@ def _write_others(
     model: nn.Module, values: Mapping[Tensor, Tensor], optimizers: Sequence[BF16Optimizer]
 ) -> None:
     """Write parameters that no optimizer has; what bf16 drops is kept as a cast keeps it."""
-    bits_of = {}
+    dropped_from = {}
     for parameter, value in values.items():
         visible = value.detach().to(parameter.device)
         if optimizers and (parameter.dtype, value.dtype) == (torch.bfloat16, torch.float32):
-            visible, bits = remainders.split(visible, optimizers[0].recipe)
-            if bits is not None:
-                bits_of[id(parameter)] = bits
+            visible, dropped = remainders.split(visible, optimizers[0].recipe)
+            if dropped is not None:
+                dropped_from[id(parameter)] = dropped
         parameter.copy_(visible)
-    if bits_of:
-        remainders.remember(model, bits_of)
+    if dropped_from:
+        remainders.remember(model, dropped_from)
