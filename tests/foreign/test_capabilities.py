@@ -328,10 +328,13 @@ class KeepsOnParameters(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_keeps_attributes_on_parameters_is_refused():
+@pytest.mark.parametrize("options", [{}, {"trace": False}], ids=["no option", "same option"])
+def test_an_optimizer_that_keeps_attributes_on_parameters_is_refused(options):
     model = torch.nn.Linear(4, 4)
+    optimizer = KeepsOnParameters(model.parameters(), 0.1)
+    optimizer.param_groups[0].update(options)
     with pytest.raises(NotImplementedError, match="it keeps trace as an attribute of parameters"):
-        prepare(model, KeepsOnParameters(model.parameters(), 0.1), "bf16-stochastic")
+        prepare(model, optimizer, "bf16-stochastic")
     assert model.weight.dtype == torch.float32
     model.weight.tagged = True  # by another library, and read by no optimizer
     prepare(model, OWN["adadelta"](model.parameters()), "bf16-stochastic")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,18 +248,20 @@ def _attribute_of_parameters(optimizer: torch.optim.Optimizer) -> str | None:
         inspect.unwrap(each) for kind in written for each in vars(kind).values() if callable(each)
     )
     codes = (getattr(each, "__code__", None) for each in functions)
-    used = {name for code in codes if code is not None for name in _names_in(code)}
-    # Options of groups, which a step also names, may be attributes of parameters for other reasons.
-    used -= {key for group in optimizer.param_groups for key in group}
+    options = {key for group in optimizer.param_groups for key in group}
+    used = {name for code in codes if code is not None for name in _names_in(code, options)}
     return min(own & used, default=None)
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Attributes that a function may read, also in the functions and generators inside it."""
+def _names_in(code: types.CodeType, options: Set[str]) -> Iterator[str]:
+    """Attributes that a function may read, also in the functions and generators inside it.
+
+    A text beside ``getattr`` may be one, unless it is an option of groups.
+    """
     yield from code.co_names
     by_text = not {"getattr", "hasattr"}.isdisjoint(code.co_names)
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from _names_in(each)
-        elif by_text and isinstance(each, str):
+            yield from _names_in(each, options)
+        elif by_text and isinstance(each, str) and each not in options:
             yield each

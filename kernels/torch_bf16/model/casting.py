@@ -96,16 +96,16 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     watch_averages()
     watch_blends()
     watch_loading()
-    gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
-    _warn_of_buffers([gradient for _, gradient in gradients])
+    gradient_of = {key: p.grad for key, p in changed.items() if p.grad is not None}
+    _warn_of_buffers([*gradient_of.values()])
     hooks = NodeHooks.of(changed.values())
     aliases = Alias.of(model, changed.values())
-    gradient_of = {id(p): gradient for p, gradient in gradients}
     dropped_from: dict[int, remainders.Dropped] = {}
     for parameter in changed.values():
         parameter.grad = None
 
-    # All that takes memory is done before torch gets the weight, in case there is none.
+    # Takes all the memory that a parameter needs before it notes anything: an allocation that fails
+    # then leaves the parameter as it was.
     def cast(t: Tensor) -> Tensor:
         if id(t) in to_fp32 and is_narrow(t):
             weight, dropped = t.detach().float(), None
@@ -132,8 +132,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
         # Also if memory ran out half-way: a second call goes on from there.
-        for parameter, _ in gradients:
-            parameter.grad = gradient_of[id(parameter)]
+        for key, gradient in gradient_of.items():
+            changed[key].grad = gradient
         for each in hooks:
             each.pass_on()
         for each in aliases:

@@ -106,7 +106,7 @@ def remember(module: nn.Module, dropped_from: Mapping[int, Dropped]) -> None:
     remainders = {}
     for parameter in module.parameters():
         if (dropped := dropped_from.get(id(parameter))) is not None:
-            remainders[id(parameter)] = _remainder(parameter, *dropped)
+            remainders[id(parameter)] = _remainder(shard_of(parameter), *dropped)
     _keep(module, remainders)
 
 
@@ -121,8 +121,8 @@ def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -
     remainders = {}
     for parameter, plane in planes.items():
         bits = plane.to(torch.int16) << 8 if plane.dtype == torch.int8 else plane
-        fingerprint = Fingerprint.of(shard_of(parameter).memory)
-        remainders[parameter] = _remainder(parameter, bits, fingerprint)
+        shard = shard_of(parameter)
+        remainders[parameter] = _remainder(shard, bits, Fingerprint.of(shard.memory))
     if module is not None:
         _keep(module, {id(p): each for p, each in remainders.items()})
     for parameter, each in remainders.items():
@@ -130,8 +130,7 @@ def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -
             _by_parameter[parameter] = each
 
 
-def _remainder(parameter: Tensor, bits: Tensor, fingerprint: Fingerprint) -> _Remainder:
-    shard = shard_of(parameter)
+def _remainder(shard: Shard, bits: Tensor, fingerprint: Fingerprint) -> _Remainder:
     return _Remainder(bits, shard.version(), fingerprint, _found_by_place(shard))
 
 
@@ -354,7 +353,5 @@ def sync_masters(
             # As bytes, because NCCL knows no 16-bit integers.
             dist.broadcast(each.view(-1).view(torch.uint8), src=src, group=group)
         bits = bits if remainder is None else bits.to(remainder.bits.device)
-        synced[id(shard.parameter)] = _Remainder(
-            bits, shard.version(), fingerprint, _found_by_place(shard)
-        )
+        synced[id(shard.parameter)] = _remainder(shard, bits, fingerprint)
     _keep(model, synced)
