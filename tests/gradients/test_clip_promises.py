@@ -43,6 +43,18 @@ def test_clipping_counts_what_the_next_step_was_told_before(coefficient):
     assert_moved(parameters, 0.25)
 
 
+@pytest.mark.parametrize("coefficient", [-0.5, torch.tensor(-0.5)], ids=["number", "tensor"])
+def test_ascent_is_clipped_by_the_norm_as_well(coefficient):
+    parameters, optimizer = run()
+    optimizer.scale_next_step(coefficient)
+    torch.testing.assert_close(
+        torch_bf16.total_norm(parameters, optimizers=optimizer), torch.tensor(4.0)
+    )
+    torch.testing.assert_close(torch_bf16.clip_next_step(optimizer, 1.0), torch.tensor(4.0))
+    optimizer.step()
+    assert_moved(parameters, -0.25)
+
+
 @pytest.mark.parametrize("coefficient", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
 def test_gradients_can_be_scaled_now_and_then_written(coefficient):
     parameters, optimizer = run()
@@ -214,6 +226,56 @@ def test_a_step_is_skipped_for_the_norm_of_a_part():
     optimizer.step()
     assert_moved(parameters, 0.0)
     assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_step_is_skipped_for_the_norm_of_either_of_two_parts(order):
+    parameters, optimizer = run()
+    parameters[0].grad.fill_(float("nan"))
+    for each in order:
+        torch_bf16.clip_next_step(optimizer, 1.0, parameters=parameters[each], skip_nonfinite=True)
+    optimizer.step()
+    assert_moved(parameters, 0.0)
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+@pytest.mark.parametrize("asked", ["before the clip", "between the clips", "between, number"])
+def test_a_clip_takes_no_request_to_skip_back(asked, skip_nonfinite):
+    parameters, optimizer = run()
+    found_inf = torch.tensor(-1) if asked.endswith("number") else torch.tensor(1.0)
+    if asked != "before the clip":
+        torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=skip_nonfinite)
+    optimizer.skip_next_step_where(found_inf)
+    give(parameters, 1.0)
+    torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=skip_nonfinite)
+    optimizer.step()
+    assert_moved(parameters, 0.0)
+    assert optimizer.skipped_steps == 1
+    give(parameters, 0.5)
+    optimizer.step()
+    assert_moved(parameters, 0.5)
+
+
+def test_the_users_own_request_to_skip_is_for_whatever_gradients_come(recwarn):
+    parameters, optimizer = run()
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    optimizer.skip_next_step_where(torch.tensor(1.0))
+    give(parameters, 1.0)
+    optimizer.step()
+    assert "their norm skips nothing" in str(recwarn.pop(UserWarning).message)
+    assert_moved(parameters, 0.0)
+
+
+def test_the_norm_of_what_a_clip_has_left_to_the_step_is_read_without_a_write():
+    (clipped, other), optimizer = run()
+    other.grad = None
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    give([other], 0.5)
+    for _ in range(2):
+        norm = torch_bf16.total_norm([clipped, other], optimizers=optimizer)
+        torch.testing.assert_close(norm, torch.tensor(3.0**0.5))
+    assert torch.equal(clipped.grad, torch.full((4, 2), 2.0))
 
 
 def test_clipping_a_part_leaves_an_earlier_clip_of_all_as_it_was():

@@ -16,8 +16,9 @@ from torch_bf16.backends import StepInputs
 from torch_bf16.errors import warn
 from torch_bf16.sharding import all_same, gradients_of, local, version_of, versions_of
 
-__all__ = ["Pending", "check_capturable", "scale_in_place"]
+__all__ = ["TOO_LATE_TO_SKIP", "Pending", "check_capturable", "scale_in_place"]
 
+TOO_LATE_TO_SKIP = "cannot be skipped after it; remove() the release to decide about steps"
 
 _OF_SCALER = "grad_scale", "found_inf"
 
@@ -46,17 +47,26 @@ class _Clipped:
 
 
 class Pending:
-    """Requests to the next step, and the number of steps that were skipped."""
+    """Requests to the next step, and the number of steps that were skipped.
+
+    Those of clips are for the gradients that were clipped, and lapse with them.
+    """
 
     def __init__(self) -> None:
         self.coefficient: float | Tensor = 1.0
         self._clipped: _Clipped | None = None
-        self._found_inf: Tensor | None = None
+        self._nonfinite: Tensor | None = None  # whether a clip found no finite norm
+        self._found_inf: Tensor | None = None  # the user's own request
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
         """Cancel all requests."""
-        self.coefficient, self._found_inf, self._clipped = 1.0, None, None
+        self._found_inf = None
+        self.lapse()
+
+    def lapse(self) -> None:
+        """Cancel what clips have requested, for gradients that are gone."""
+        self.coefficient, self._nonfinite, self._clipped = 1.0, None, None
 
     def scale(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient``.
@@ -103,8 +113,24 @@ class Pending:
             self.forget_coefficient()
         return bool(left)
 
+    def scaled(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of the parameters whose gradients are to be scaled; nothing is written."""
+        if self._clipped is None:
+            return parameters
+        pairs = zip(gradients_of(parameters), parameters, strict=True)
+        owners = {id(each): (each, p) for each, p in pairs if each is not None}
+        left = self._clipped.left([each for each, _ in owners.values()])
+        return [owners[id(each)][1] for each in left]
+
+    def skip_nonfinite(self, norm: Tensor) -> None:
+        """Skip the step if the norm of a clip is not finite, or that of an earlier one was not."""
+        nonfinite = ~norm.isfinite()
+        if self._nonfinite is not None:
+            nonfinite = nonfinite | self._nonfinite.to(norm.device, non_blocking=True)
+        self._nonfinite = nonfinite
+
     def skip_where(self, found_inf: Tensor) -> None:
-        """Skip the step if ``found_inf`` is not 0.
+        """Skip the step if ``found_inf`` is not 0; replaces an earlier request.
 
         Raises:
             ValueError: it is not a tensor with one element.
@@ -125,23 +151,20 @@ class Pending:
             parameters: all that may have a gradient.
         """
         if not self.settle(parameters):
-            self.reset()
+            self.lapse()
             warn(
                 "gradients were clipped and then replaced or written before a step read them, for "
                 "example by model.zero_grad(), p.grad = None or another backward(): this step "
-                "scales nothing and skips nothing. Clip after the last backward() before the step, "
-                "and call torch_bf16.scale_gradients(optimizer) before you write them yourself",
+                "scales nothing, and their norm skips nothing. Clip after the last backward() "
+                "before the step, and call torch_bf16.scale_gradients(optimizer) before you write "
+                "them yourself",
             )
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
-        skip = self._found_inf
-        if skip is not None and skip.dtype != torch.float32:
-            # Not rounded: a number that fp32 does not have is not 0.
-            skip = (skip != 0).float()
-        if skip is not None and found_inf is not None:
-            of_scaler = found_inf.to(skip.device, non_blocking=True)
-            # Not their sum: a user's number may be negative.
-            skip = ((skip != 0) | (of_scaler.reshape(()) != 0)).float()
-        return StepInputs(self.coefficient, grad_scale, found_inf if skip is None else skip)
+        requests = [each for each in (self._nonfinite, self._found_inf) if each is not None]
+        if requests:
+            requests += [] if found_inf is None else [found_inf]
+            found_inf = _any(requests)
+        return StepInputs(self.coefficient, grad_scale, found_inf)
 
     def forget_skipped(self) -> None:
         """Count skipped steps from 0."""
@@ -166,6 +189,18 @@ class Pending:
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""
         return sum(int(each) for each in self._skipped.values())
+
+
+def _any(requests: Sequence[Tensor]) -> Tensor:
+    """1 if any of these is not 0, as fp32 on the first one's device; one in fp32 as it is."""
+    first, *others = (each.detach().reshape(()) for each in requests)
+    if not others and first.dtype == torch.float32:
+        return first
+    # Not their sum, as a user's number may be negative, nor rounded: one too small for fp32 counts.
+    found = first != 0
+    for each in others:
+        found = found | (each.to(first.device, non_blocking=True) != 0)
+    return found.float()
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
-from torch_bf16.engine.pending import Pending, scale_in_place
+from torch_bf16.engine.pending import TOO_LATE_TO_SKIP, Pending, scale_in_place
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import with_article
 from torch_bf16.parameters import parameters_of
@@ -79,10 +79,9 @@ def total_norm(
         >>> norm = total_norm(model.parameters())
     """
     given = _as_list(optimizers, Optimizer, _NO_CLIPPED.format("total_norm"))
-    coefficients = []
-    for owned, pending in _pending_in(given):
-        if pending.settle(owned):
-            coefficients.append((owned, pending.coefficient))
+    coefficients = [
+        (pending.scaled(owned), pending.coefficient) for owned, pending in _pending_in(given)
+    ]
     return _norm_as_scaled({id(p): p for p in _as_list(parameters)}, coefficients)
 
 
@@ -220,7 +219,7 @@ def clip_next_step(
     for optimizer, pending in pending_of_each.items():
         # An earlier clip was for older gradients, such as those before another backward().
         if not pending.settle(owned[optimizer]):
-            pending.reset()
+            pending.lapse()
     coefficients = [(owned[each], pending.coefficient) for each, pending in pending_of_each.items()]
     norm = _norm_as_scaled(clipped, coefficients)
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
@@ -234,7 +233,8 @@ def clip_next_step(
             for key in own_gradients:
                 del clipped[key]
         if skip_nonfinite:
-            optimizer.skip_next_step_where(~norm.isfinite())
+            engine: Any = engine_of(optimizer)
+            engine.requests_for_next_step(TOO_LATE_TO_SKIP).skip_nonfinite(norm)
         if alone or skip_nonfinite:
             pending.only_for(own_gradients.values())
     if clipped:
@@ -281,7 +281,8 @@ def _pending_in(optimizers: Iterable[Optimizer]) -> Iterator[tuple[list[Tensor],
 
 
 def _norm_as_scaled(
-    parameters: Mapping[int, Tensor], coefficients: Sequence[tuple[list[Tensor], float | Tensor]]
+    parameters: Mapping[int, Tensor],
+    coefficients: Sequence[tuple[Sequence[Tensor], float | Tensor]],
 ) -> Tensor:
     """The norm of the gradients, times the coefficients pending for their owners' next steps."""
     if all(not isinstance(each, Tensor) and each == 1.0 for _, each in coefficients):
@@ -290,7 +291,7 @@ def _norm_as_scaled(
     for owned, coefficient in coefficients:
         clipped = [p for p in owned if left.pop(id(p), None) is not None]
         if clipped:
-            norms.append(_norm(clipped) * coefficient)
+            norms.append(_norm(clipped) * abs(coefficient))
     if left or not norms:
         norms.append(_norm([*left.values()]))
     return norm_over_ranks({(): norms})

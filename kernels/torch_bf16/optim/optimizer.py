@@ -14,7 +14,7 @@ from torch_bf16.backends import StepInputs, cuda_graphs
 from torch_bf16.engine.direction import Direction
 from torch_bf16.engine.engine import Engine, Observer, engine_of
 from torch_bf16.engine.member import Member
-from torch_bf16.engine.pending import check_capturable
+from torch_bf16.engine.pending import TOO_LATE_TO_SKIP, check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States, set_seen
@@ -276,7 +276,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Skip the next step if ``found_inf`` is not 0 by then.
 
         Weights, states and step counts then keep their bits; :attr:`skipped_steps` grows by one.
-        With Triton the host does not wait for it. ``zero_grad`` and ``step`` cancel the request.
+        With Triton the host does not wait for it. ``zero_grad`` and ``step`` cancel the request,
+        and a second call replaces it.
 
         Args:
             found_inf: tensor with one element.
@@ -285,8 +286,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: ``found_inf`` is anything else.
             NotImplementedError: gradients are released: the step is over already.
         """
-        too_late = "cannot be skipped after it; remove() the release to decide about steps"
-        self._engine.requests_for_next_step(too_late).skip_where(found_inf)
+        self._engine.requests_for_next_step(TOO_LATE_TO_SKIP).skip_where(found_inf)
 
     @property
     def skipped_steps(self) -> int:
