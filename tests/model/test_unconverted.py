@@ -6,9 +6,12 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import torch_bf16
 from torch_bf16 import errors, plugin_api
+from torch_bf16.model.unconverted import _watched
 
 
 @pytest.fixture
@@ -113,20 +116,28 @@ def test_nothing_is_said_of_others(cast):
 
 
 def test_a_model_that_is_gone_is_watched_no_longer():
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-    # Among them are those of other tests' models: what is gone by now goes with the next one.
-    before = {*hooks}
+    # Among them are other tests' models: what is gone by now goes with the next one.
+    before = {*_watched}
     model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
     plugin_api.warn_unconverted(model, "")  # in place of the cast's own
-    (ours,) = hooks.keys() - before
+    (ours,) = _watched.keys() - before
     del model
     gc.collect()
     step(torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1))
     handle = plugin_api.warn_unconverted(torch_bf16.cast_model(torch.nn.Linear(3, 3)), "")
     handle.remove()
-    assert ours not in hooks
-    assert hooks.keys() <= before
+    assert ours not in _watched
+    assert _watched.keys() <= before
+
+
+def test_a_model_may_be_cast_while_another_thread_steps(cast):
+    """torch iterates over hooks on all optimizers, one of which may give way to that thread."""
+
+    def cast_another(*_):
+        torch_bf16.cast_model(nn.Linear(3, 3))
+
+    with register_optimizer_step_pre_hook(cast_another):
+        step(torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1))
 
 
 def test_one_of_a_copy_is_named_once_however_many_there_are(cast, monkeypatch):

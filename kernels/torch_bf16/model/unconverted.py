@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from .copied_weights import forget_sources, source_of, sources
 __all__ = ["FOR_OTHERS", "warn_unconverted"]
 
 FOR_OTHERS = "_bf16_for_others"
-"""Marks hooks on all optimizers that do nothing at steps of our optimizers."""
+"""Marks a hook on all optimizers that does nothing at steps of our optimizers."""
 
 _lock = threading.Lock()
-_hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
+_hooks: list[RemovableHandle] = []
+_watched: OrderedDict[int, _Watched] = OrderedDict()
 _ADVICE_FOR_LBFGS = (
     "LBFGS cannot be converted. Take the fp32 weights before its first step: exact = torch_bf16."
     "fp32_state_dict(model, optimizer), with the optimizer that has trained so far, and then "
@@ -55,17 +57,35 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         >>> handle = plugin_api.warn_unconverted(model, "Call torch_bf16.convert(optimizer).")
     """
     check_module("warn_unconverted", model)
-    reference = weakref.ref(model)
-    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    handle = RemovableHandle(_watched)
+    with _lock:
+        if not _hooks:
+            # Once and for good: torch iterates over these hooks in the steps of other threads.
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        models = {key: live for key, each in _watched.items() if (live := each.model()) is not None}
+        if numbers := sources() & {*map(id, model.parameters())}:
+            # Not those that it shares with models cast before, as a learner does with its encoder.
+            others = {id(p) for each in models.values() for p in each.parameters()}
+            forget_sources(numbers - others)
+        for key in [key for key in _watched if models.get(key, model) is model]:
+            del _watched[key]
+        _watched[handle.id] = _Watched(model, advice)
+    return handle
 
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # No such steps are compiled, nor this check into them.
-        if torch.compiler.is_compiling() or optimizer in seen:
+
+class _Watched:
+    """A cast model, and the optimizers that have stepped since then."""
+
+    def __init__(self, model: nn.Module, advice: str) -> None:
+        self.model = weakref.ref(model)
+        self._advice = advice
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer steps weights of the model or of a copy, at its first step."""
+        if optimizer in self._seen or (live := self.model()) is None:
             return
-        live = reference()
-        if live is None:
-            return
-        seen.add(optimizer)
+        self._seen.add(optimizer)
         # It is one of ours, or leaves the step to one that it holds, as SAM and Lookahead do.
         if optimizer in _named or held_optimizers(optimizer):
             return
@@ -73,11 +93,11 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         if any(p in cast for p in parameters_of(optimizer)):
             _named.add(optimizer)
             # What the advice names would refuse it.
-            instead = _ADVICE_FOR_LBFGS if isinstance(optimizer, torch.optim.LBFGS) else advice
+            of_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
             warn(
                 f"{type(optimizer).__name__} steps over bfloat16 weights of "
                 f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
-                f"and small ones are lost. {instead}",
+                f"and small ones are lost. {_ADVICE_FOR_LBFGS if of_lbfgs else self._advice}",
             )
             return
         sources = {id(p) for p in cast}
@@ -95,20 +115,17 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 key="unconverted copy",
             )
 
-    setattr(before_step, FOR_OTHERS, True)
-    registered = register_optimizer_step_pre_hook(before_step)
-    with _lock:
-        if numbers := sources() & {*map(id, model.parameters())}:
-            models = [each for watched, _ in _hooks if (each := watched()) is not None]
-            # Not those that it shares with models cast before, as a learner does with its encoder.
-            forget_sources(numbers - {id(p) for each in models for p in each.parameters()})
-        # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
-        for old_model, handle in _hooks[:]:
-            if (watched := old_model()) is None or watched is model:
-                handle.remove()
-                _hooks.remove((old_model, handle))
-        _hooks.append((reference, registered))
-    return registered
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # No such steps are compiled, nor this check into them.
+    if torch.compiler.is_compiling():
+        return
+    # One call into C makes the list: no other thread adds to the models meanwhile.
+    for each in [*_watched.values()]:
+        each.check(optimizer)
+
+
+setattr(_before_step, FOR_OTHERS, True)
 
 
 def _is_bf16(parameter: Tensor) -> bool:
