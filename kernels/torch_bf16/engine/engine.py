@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -124,6 +125,8 @@ class Engine:
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.
         optimizer: a weak reference to the optimizer itself, not to a wrapper that runs its methods.
+        state_dicts: held while a state dict is made or loaded, with hooks of this one call on the
+            optimizer: other threads may save, too.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
@@ -145,6 +148,7 @@ class Engine:
         self.model: Callable[[], nn.Module | None] = _unknown
         self.optimizer: Callable[[], Any] = _unknown
         self.pending = Pending()
+        self.state_dicts = threading.RLock()
         self.invalidate()
 
     def begin(self) -> None:

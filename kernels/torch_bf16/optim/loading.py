@@ -53,27 +53,28 @@ def load(
 ) -> None:
     """Load a state dict by torch's own method, but keep it from casting states."""
     loading = _Loading(optimizer)
-    # After the user's pre-hooks and before the user's post-hooks.
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(loading.take),
-        optimizer.register_load_state_dict_post_hook(loading.put, prepend=True),
-    ]
-    try:
-        with loading.unchanged:
-            if not isinstance(state_dict, dict):
-                schema.check_state_dict(state_dict)  # which raises
-            before = optimizer.state, optimizer.param_groups
-            load_state_dict(state_dict)
-            if not loading.hooked:
-                try:
-                    loading.take_placed(state_dict)
-                except Exception:
-                    optimizer.state, optimizer.param_groups = before
-                    raise
-            _put_back(optimizer, loading.exact)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with optimizer._engine.state_dicts:
+        # After the user's pre-hooks and before the user's post-hooks.
+        hooks = [
+            optimizer.register_load_state_dict_pre_hook(loading.take),
+            optimizer.register_load_state_dict_post_hook(loading.put, prepend=True),
+        ]
+        try:
+            with loading.unchanged:
+                if not isinstance(state_dict, dict):
+                    schema.check_state_dict(state_dict)  # which raises
+                before = optimizer.state, optimizer.param_groups
+                load_state_dict(state_dict)
+                if not loading.hooked:
+                    try:
+                        loading.take_placed(state_dict)
+                    except Exception:
+                        optimizer.state, optimizer.param_groups = before
+                        raise
+                _put_back(optimizer, loading.exact)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def read_placed(optimizer: BF16Optimizer, groups: list[dict[str, Any]]) -> None:

@@ -49,17 +49,18 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
         set_seen(optimizer.state, was_seen or holds_host_memory(view["state"].values()))
         return view
 
-    # After the user's pre-hooks, and before the user's post-hooks, which see what is saved.
-    hooks = [
-        optimizer.register_state_dict_pre_hook(before),
-        optimizer.register_state_dict_post_hook(show, prepend=True),
-    ]
-    try:
-        complete = state_dict()
-    finally:
-        for hook in hooks:
-            hook.remove()
     engine = optimizer._engine
+    with engine.state_dicts:
+        # After the user's pre-hooks, and before the user's post-hooks, which see what is saved.
+        hooks = [
+            optimizer.register_state_dict_pre_hook(before),
+            optimizer.register_state_dict_post_hook(show, prepend=True),
+        ]
+        try:
+            complete = state_dict()
+        finally:
+            for hook in hooks:
+                hook.remove()
     engine.name_parameters(parameters_of(optimizer))
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
