@@ -37,15 +37,12 @@ class LivingSet(Generic[T]):
 
 def referrers_of(*objects: Any) -> list[Any]:
     """All objects that refer to one of these, also those that ``gc.freeze()`` has put aside."""
-    # Training loops freeze everything once, so that collections cost less; it is put aside again.
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
+    # Training loops freeze everything once, so that collections cost less. Not again: that would put
+    # aside what lives now, too, and its cycles would never be freed. Python collects old objects once
+    # they have grown by a quarter, so that these cost one collection more.
+    if gc.get_freeze_count() > 0:
         gc.unfreeze()
-    try:
-        return gc.get_referrers(*objects)
-    finally:
-        if frozen:
-            gc.freeze()
+    return gc.get_referrers(*objects)
 
 
 def instances_of(kind: type, *, or_of_subclasses: bool = True) -> list[Any]:

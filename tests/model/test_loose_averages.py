@@ -1,6 +1,7 @@
 """The search for averages that belong to no module."""
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,18 @@ def test_an_average_that_the_collector_has_put_aside_is_found(monkeypatch):
     (found,) = loose_averages([model.weight], [], 4)
     averages["weight"] = averages["weight"] * 1.01
     assert found.get() is averages["weight"]
+
+
+def test_what_lives_during_a_search_is_freed_once_it_is_garbage(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    model = torch_bf16.cast_model(nn.Linear(41, 37, bias=False))
+    cycle = nn.Linear(1, 1)
+    cycle.itself = [cycle]
+    reference = weakref.ref(cycle)
+    loose_averages([model.weight], [], 4)
+    del cycle
+    gc.collect()
+    assert reference() is None
 
 
 HOOKS = {
