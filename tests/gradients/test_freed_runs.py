@@ -70,7 +70,9 @@ def test_a_model_outlives_its_optimizer_without_hooks(way):
     for each in model.parameters():
         assert not each._post_accumulate_grad_hooks
         assert not each._backward_hooks
+    assert not model._forward_pre_hooks
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert {each.grad.dtype for each in model.parameters()} == {torch.bfloat16}
     model.zero_grad()
     train(*start(way, model)[:2])
 

@@ -66,3 +66,25 @@ def test_torchs_own_sums_get_no_hooks_from_a_release_that_follows():
     torch_bf16.accumulate_gradients(model, optimizer, "bf16_nearest")
     torch_bf16.release_gradients(model, optimizer, accumulation_steps=9)
     assert not model.weight._backward_hooks
+
+
+def test_a_group_is_not_added_if_its_gradients_take_no_hooks():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch_bf16.SGD([weight], lr=0.5, release={"max_norm": None})
+    computed = weight * 1
+    computed.retain_grad()
+    with pytest.raises(RuntimeError):
+        optimizer.add_param_group({"params": [computed]})
+    assert len(optimizer.param_groups) == 1
+    weight.sum().backward()
+    optimizer.step()
+    assert torch.equal(weight, torch.full_like(weight, 0.5))
+
+
+def test_a_release_that_is_refused_leaves_sums_to_torch():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    recipe = torch_bf16.get_recipe("bf16-stochastic", accumulate="fp32")
+    with pytest.raises(ValueError, match="max_norm=-1"):
+        torch_bf16.SGD([weight], lr=0.5, recipe=recipe, release={"max_norm": -1})
+    weight.sum().backward()
+    assert weight.grad.dtype == torch.bfloat16

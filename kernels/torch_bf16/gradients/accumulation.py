@@ -149,7 +149,14 @@ class GradientAccumulation:
         self._hooks: list[Any] = []
         remove_with(self, self._hooks)
         # A conversion would lose the dtype of fp32 sums.
-        self._hooked = HookedParameters(optimizer, self, summed, convertible=format != "fp32")
+        in_fp32 = format == "fp32"
+        self._hooked = HookedParameters(
+            optimizer,
+            self,
+            summed,
+            convertible=not in_fp32,
+            restore=_leave_to_torch if in_fp32 else None,
+        )
         self._passes = Passes(SummedPass, self._finish)
         # Versions of the sums that a pass without gradients has put back, by id of the parameter,
         # which its hooks keep alive.
@@ -190,14 +197,6 @@ class GradientAccumulation:
         if self._stochastic is not None:
             self._stochastic.find_names()
         self._hooked.update()
-
-    def unhooked(self, parameter: Any, others: list[GradientAccumulation]) -> None:
-        """Leave the sum of a parameter to torch again, or to other accumulations."""
-        if self.format == "fp32" and all(each.format != "fp32" for each in others):
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = parameter.dtype
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.dtype)
 
     def make_groups(self) -> None:
         """Forget which gradients are added together."""
@@ -304,6 +303,14 @@ class GradientAccumulation:
             self._stochastic.after_step(optimizer.state)
         self._returned.clear()
         self.hook_parameters()
+
+
+def _leave_to_torch(parameter: Any) -> None:
+    """Let a parameter's gradient have the parameter's dtype again, after sums in fp32."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = parameter.dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 def _check_torch() -> None:

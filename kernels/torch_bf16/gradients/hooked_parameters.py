@@ -62,26 +62,37 @@ class HookedParameters:
     Args:
         optimizer: not kept alive.
         owner: has ``hook(parameter)``, which registers hooks that do not keep it alive, and returns
-            their handles, ``unhooked(parameter, others)``, called with the owners that still have
-            hooks on it, and ``make_groups()``, called when parameters have left this one.
+            their handles, and ``make_groups()``, called when parameters have left this one.
         registry: :data:`summed` or :data:`released`.
         convertible: whether hooks that outlast a conversion of the parameter still work then.
+        restore: gives a parameter back as it was before it was hooked; called once nothing that has
+            such a function is left on it, also when the owner is freed.
 
     Attributes:
         owner: see above.
         by_id: the hooked parameters, because it takes torch a microsecond to hash a tensor.
     """
 
-    def __init__(self, optimizer: Any, owner: Any, registry: Any, *, convertible: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        owner: Any,
+        registry: Any,
+        *,
+        convertible: bool,
+        restore: Callable[[Any], None] | None = None,
+    ) -> None:
         self.owner = owner
         self.by_id: dict[int, Any] = {}
         self._optimizer = weakref.ref(optimizer)
         self._registry = registry
         self._convertible = convertible
+        self._restore = restore
         self._hooks: dict[int, tuple[list[Any], weakref.ref[Any] | None]] = {}
         self._shared = False  # whether others have had some of the parameters
         _all.add(self)
-        weakref.finalize(self, _unhook, registry, self._hooks).atexit = False
+        finalizer = weakref.finalize(self, _unhook, registry, self._hooks, self.by_id, restore)
+        finalizer.atexit = False
 
     def update(self) -> dict[int, Any]:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
@@ -132,15 +143,27 @@ class HookedParameters:
                 del self._registry[key]
                 if others:
                     self._registry[key] = others[0]
-            self.owner.unhooked(parameter, [each.owner for each in others])
+            if self._restore is not None and not _restored_later(others):
+                self._restore(parameter)
 
 
-def _unhook(registry: Any, hooked: dict[int, tuple[list[Any], Any]]) -> None:
+def _restored_later(others: Iterable[HookedParameters]) -> bool:
+    return any(each._restore is not None for each in others)
+
+
+def _unhook(
+    registry: Any,
+    hooked: dict[int, tuple[list[Any], Any]],
+    by_id: dict[int, Any],
+    restore: Callable[[Any], None] | None,
+) -> None:
     """Remove the hooks of an owner that is gone, in whatever thread collects garbage."""
     left = [each for each in _all if each._registry is registry]
     for key, (hooks, _) in hooked.items():
         _remove_all(hooks)
-        for each in left:
-            # Optimizers may share a parameter.
-            if key in each.by_id:
-                registry.setdefault(key, each)
+        # Optimizers may share a parameter.
+        others = [each for each in left if key in each.by_id]
+        for each in others:
+            registry.setdefault(key, each)
+        if restore is not None and not _restored_later(others):
+            restore(by_id[key])

@@ -22,7 +22,7 @@ from .arrivals import Arrivals
 from .backward import Passes
 from .ddp_hook import ddp_modules
 from .gathering import Gathering, Group, Waiting
-from .hooked_parameters import HookedParameters, released, weakly
+from .hooked_parameters import HookedParameters, released, remove_with, weakly
 from .norm import clip_coefficient, norm_over_ranks, norms_of
 from .release_options import ReleaseOptions
 from .released_buckets import Bucket, announce_buckets
@@ -92,13 +92,13 @@ class ReleasedSteps:
         self._norms: dict[Any, list[Tensor]] = defaultdict(list)
         # One object for all parameters of a step: comparing it with itself costs nothing.
         self._setting: Any = None
-        self._module_hook: Any = None
+        self._module_hooks: list[Any] = []
+        remove_with(self, self._module_hooks)
         if model is not None:
             for each in ddp_modules(model):
                 self._follow(each)
-            self._module_hook = model.register_forward_pre_hook(
-                _FollowWrapper(weakly(self.follow_wrapper))
-            )
+            follow = _FollowWrapper(weakly(self.follow_wrapper))
+            self._module_hooks.append(model.register_forward_pre_hook(follow))
         self.hook_parameters()
         engine.release = self
 
@@ -126,8 +126,8 @@ class ReleasedSteps:
 
     def remove(self) -> None:
         """Return to ordinary steps, after ``backward()``."""
-        if self._module_hook is not None:
-            self._module_hook.remove()
+        for hook in self._module_hooks:
+            hook.remove()
         self._hooked.drop(self._hooked.by_id)
         engine = self._engine
         if engine is not None and engine.release is self:
@@ -196,9 +196,6 @@ class ReleasedSteps:
     def hook(self, parameter: Tensor) -> list[Any]:
         """Take a parameter's steps within the backward pass; returns the hook's handle."""
         return [parameter.register_post_accumulate_grad_hook(weakly(self._arrive))]
-
-    def unhooked(self, parameter: Tensor, others: list[ReleasedSteps]) -> None:
-        """Nothing is left on a parameter but its hook."""
 
     def reduced(self, bucket: Bucket) -> None:
         """Take the steps of buckets whose reduction is over, and queue a new bucket.

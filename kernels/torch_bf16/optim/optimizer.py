@@ -110,8 +110,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         check_recipe(self)
         shared_states.follow_sharers()
         averaged_replicas.average_exactly()
-        accumulate_as(self.recipe, self)
         release_as(release, self)
+        accumulate_as(self.recipe, self)
         inherited_masters.inherit(self)
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
@@ -308,11 +308,11 @@ class BF16Optimizer(torch.optim.Optimizer):
         with unchanged_by_errors(self.param_groups, param_group):
             super().add_param_group(param_group)
             self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        # torch's constructor adds the first groups, before there is an engine.
-        if (engine := engine_of(self)) is not None:
-            engine.hook_parameters()
-            engine.setting = None
-            name_late_fp32(self)
+            # torch's constructor adds the first groups, before there is an engine.
+            if (engine := engine_of(self)) is not None:
+                engine.hook_parameters()
+                engine.setting = None
+                name_late_fp32(self)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.
@@ -361,8 +361,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             self.observers = []
             look_for_writes(self)
             inherited_masters.register(self)
-            accumulate_as(self.recipe, self)
             release_as(self._engine.release_options, self)
+            accumulate_as(self.recipe, self)
 
     def label(self, group: int, position: int) -> str:
         """A parameter as messages describe it: its name if known, its place, shape and dtype."""
