@@ -25,7 +25,7 @@ from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
 from . import inherited_masters
-from .overview import Place, placed
+from .overview import Place, overview_of, placed
 from .overwritten import without_remainders
 
 if TYPE_CHECKING:
@@ -73,13 +73,14 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
 
 def find_and_write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
-    place = next((place for place, each in placed(optimizer) if each is parameter), None)
-    if place is None:
+    places = overview_of(optimizer, [parameter]).places_of([parameter])
+    if not places:
         raise ValueError(
             f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in "
             f"no group of this {type(optimizer).__name__}; write to it directly: "
             "parameter.copy_(...)"
         )
+    (place,) = places
     _check_value(optimizer, place, parameter, value)
     inherited_masters.keep(optimizer, [parameter])
     reshard([parameter])
