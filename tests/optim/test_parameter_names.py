@@ -68,11 +68,39 @@ def test_a_parameter_is_added(trained, steps, tmp_path):
 
 def test_parameters_change_places(trained):
     _, optimizer = trained
-    noise = optimizer._engine.names.key(optimizer.param_groups, 0, 1)
+    group = optimizer.param_groups[0]["params"]
+    noise = optimizer._engine.names.keys(optimizer.param_groups)[id(group[1])]
     optimizer.param_groups[0]["params"].reverse()
     take_steps(optimizer, [1])
     assert names(optimizer) == [["2.weight", "1.weight"]]
-    assert optimizer._engine.names.key(optimizer.param_groups, 0, 0) == noise == "2.weight"
+    keys = optimizer._engine.names.keys(optimizer.param_groups)
+    assert keys[id(group[0])] == noise == "2.weight"
+
+
+@pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic"])
+def test_weights_with_one_name_draw_different_noise(accumulate):
+    """As twin critics of reinforcement learning, named by their modules in one optimizer."""
+    twins = [nn.Parameter(torch.ones(64, 64).bfloat16()) for _ in range(3)]
+    recipe = torch_bf16.get_recipe(STOCHASTIC, accumulate=accumulate)
+    optimizer = torch_bf16.SGD([("weight", each) for each in twins], lr=0.001, recipe=recipe)
+    alone = nn.Parameter(twins[0].detach().clone())
+    single = torch_bf16.SGD([("weight", alone)], lr=0.001, recipe=recipe)
+    for each in (*twins, alone):
+        for scale in (1.0, 0.001):
+            (each.sum() * scale).backward()
+    gradients = [each.grad for each in twins]
+    assert torch.equal(twins[0].grad, alone.grad)
+    optimizer.step()
+    single.step()
+    assert torch.equal(twins[0], alone)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    assert not any(torch.equal(twins[one], twins[other]) for one, other in pairs)
+    if accumulate == "bf16_stochastic":
+        assert not any(torch.equal(gradients[one], gradients[other]) for one, other in pairs)
+    for each in twins:
+        optimizer.set_exact_weight(each, torch.full((64, 64), 1.001))
+    assert not any(torch.equal(twins[one], twins[other]) for one, other in pairs)
+    assert names(optimizer) == [["weight"] * 3]
 
 
 def test_a_copy_has_the_names_of_its_own_parameters(trained):

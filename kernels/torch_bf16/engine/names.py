@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -43,27 +44,23 @@ class ParameterNames:
         if known != self.given:
             self.given = known
 
-    def key(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
-        """The key of a parameter's noise: its bare name, or its position among all parameters.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            group: number of the parameter's group.
-            position: the parameter's position in that group.
-        """
-        known = self._known(groups, group, position)
-        if known is not None:
-            return known
-        return f"#{sum(len(each['params']) for each in groups[:group]) + position}"
-
     def keys(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """The :meth:`key` of every parameter, by its id: all are found in the time of one."""
+        """The key of every parameter's noise, by the parameter's id.
+
+        It is the bare name, or the position among all parameters. Where models with names alike
+        are trained together, later ones draw other noise: ``weight``, ``weight#2``.
+        """
         parameters = chain.from_iterable(each["params"] for each in groups)
         pairs = zip(parameters, chain.from_iterable(self.known(groups)), strict=True)
-        return {
-            id(each): f"#{place}" if name is None else name
-            for place, (each, name) in enumerate(pairs)
-        }
+        keys: dict[int, str] = {}
+        counts: Counter[str] = Counter()
+        for place, (each, name) in enumerate(pairs):
+            if name is None:
+                keys[id(each)] = f"#{place}"
+            else:
+                counts[name] += 1
+                keys[id(each)] = name if counts[name] == 1 else f"{name}#{counts[name]}"
+        return keys
 
     def known(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
         """The bare names of each group, None for a parameter without a known name."""
@@ -75,11 +72,17 @@ class ParameterNames:
     def label(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
         """A parameter as messages describe it: its name if known, its place, shape and dtype.
 
-        Args as for :meth:`key`.
+        Args:
+            groups: the optimizer's parameter groups.
+            group: number of the parameter's group.
+            position: the parameter's position in that group.
         """
         parameter: Tensor = groups[group]["params"][position]
+        name = self._known(groups, group, position)
+        if name is None:
+            name = f"#{sum(len(each['params']) for each in groups[:group]) + position}"
         return (
-            f"parameter {self.key(groups, group, position)!r} (number {position} of group "
+            f"parameter {name!r} (number {position} of group "
             f"{group}, shape {tuple(parameter.shape)}, {parameter.dtype})"
         )
 

@@ -97,7 +97,8 @@ def write(optimizer: BF16Optimizer, writes: Iterable[Write]) -> None:
     encoder, engine, encoded = Encoder(), optimizer._engine, []
     for each in writes:
         if each.parameter.dtype == torch.bfloat16:
-            shard = shard_of(each.parameter, engine.names.key(optimizer.param_groups, *each.place))
+            keys = overview_of(optimizer, [each.parameter]).keys
+            shard = shard_of(each.parameter, keys[id(each.parameter)])
             snapshot = engine.snapshots.setdefault(each.parameter, Snapshot.of(shard))
             state = _queue(encoder, optimizer, each, shard, snapshot)
             encoded.append((shard, state, snapshot))
