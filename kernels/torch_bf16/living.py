@@ -37,9 +37,9 @@ class LivingSet(Generic[T]):
 
 def referrers_of(*objects: Any) -> list[Any]:
     """All objects that refer to one of these, also those that ``gc.freeze()`` has put aside."""
-    # Training loops freeze everything once, so that collections cost less. Not again: that would put
-    # aside what lives now, too, and its cycles would never be freed. Python collects old objects once
-    # they have grown by a quarter, so that these cost one collection more.
+    # Training loops freeze everything once, so that collections cost less. Not again: that would
+    # put aside what lives now, too, and its cycles would never be freed. Python collects the old
+    # objects once they have grown by a quarter, so that these cost little more than one collection.
     if gc.get_freeze_count() > 0:
         gc.unfreeze()
     return gc.get_referrers(*objects)

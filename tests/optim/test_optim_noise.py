@@ -97,6 +97,18 @@ def test_an_optimizer_for_each_weight_without_names_is_named_once(model):
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_they_are_named_whatever_other_optimizers_there_are(model, seed):
+    recipe = torch_bf16.get_recipe("bf16-stochastic", seed=seed)
+    others = [torch.nn.Parameter(torch.ones(8, 8).bfloat16()) for _ in range(2)]
+    set_gradients(others, 0)
+    apart = [torch_bf16.AdamW([p], recipe=recipe) for p in others]
+    step_each(apart)
+    optimizers = [torch_bf16.AdamW([p]) for p in model.parameters()]
+    with pytest.warns(UserWarning, match="draw the same noise"):
+        step_each(optimizers)
+
+
 def test_eight_of_them_are_named_where_the_program_has_cast_the_weights(monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
     weights = [torch.nn.Parameter(torch.ones(8, 8).bfloat16()) for _ in range(8)]

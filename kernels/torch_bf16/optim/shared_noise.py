@@ -24,6 +24,8 @@ __all__ = ["warn_if_shared"]
 # Two or three optimizers, for parts of a model, are common, and their noise does little harm. More
 # are needed where the weights are not known to be of one model.
 _MANY, _MANY_APART = 4, 8
+# A search among all weights for each of more optimizers would take too long.
+_SEARCHED = 64
 
 # Engines of optimizers with one weight without a name: the weight's id and the seed.
 _single: WeakKeyDictionary[Engine, tuple[int, int]] = WeakKeyDictionary()
@@ -45,11 +47,9 @@ def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
         return
     with _lock:
         _single[optimizer._engine] = id(member.parameter), seed
-        single = [*_single.values()]
-    # Only at 4, 8, 16 ...: a search among all weights for each of them would take too long.
-    if len(single) < _MANY or len(single) & (len(single) - 1):
+        alike = {number for number, other in _single.values() if other == seed}
+    if len(alike) < _MANY or (len(alike) > _SEARCHED and len(alike) & (len(alike) - 1)):
         return
-    alike = {number for number, other in single if other == seed}
     for model in cast_models():
         names = [name for name, each in model.named_parameters() if id(each) in alike]
         if len(names) >= _MANY:
