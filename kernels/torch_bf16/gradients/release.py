@@ -38,11 +38,12 @@ def release_gradients(
     """Take each parameter's step inside ``backward()``, and free its gradient right after it.
 
     Gradients wait until 32 MiB of them can share one kernel call; larger ones are taken alone. So
-    they need the memory of the largest one plus 32 MiB, instead of 2 bytes per parameter. Weights
-    and states are, bit for bit, those of ``optimizer.step()`` after the whole backward pass, except
-    in one case of checkpointing, below. ``optimizer.step()`` still counts the step, for LR
-    schedulers too, and takes it for parameters that still have a gradient, which it frees; so
-    learning rates must be set before ``backward()``.
+    they need the memory of the largest one plus 32 MiB (up to 64 in a pass in which they arrive in
+    another order than before), instead of 2 bytes per parameter. Weights and states are, bit for
+    bit, those of ``optimizer.step()`` after the whole backward pass, except in one case of
+    checkpointing, below. ``optimizer.step()`` still counts the step, for LR schedulers too, and
+    takes it for parameters that still have a gradient, which it frees; so learning rates must be
+    set before ``backward()``.
 
     - FSDP2: gradients are released as groups of them are reduced, and the norm of a sharded
       parameter takes one small all-reduce.
