@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ __all__ = ["check_fits"]
 def check_fits(module: nn.Module, state: Any, label: str) -> None:
     """Compare names, shapes and kinds of tensors, so that a module is not left half loaded.
 
+    Parts that convert what they load, such as old names, are left to torch, which compares later.
+
     Args:
         module: the module that is to load.
         state: what was saved of it.
@@ -25,8 +27,9 @@ def check_fits(module: nn.Module, state: Any, label: str) -> None:
     Raises:
         CheckpointError: the module could not load all of it, or not without changing numbers.
     """
-    saved = state if isinstance(state, Mapping) else {}
-    live = module.state_dict()
+    converting = tuple(_converting(module))
+    saved = _without(converting, state if isinstance(state, Mapping) else {})
+    live = _without(converting, module.state_dict())
     lacking, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
     shapes = {
         name: (tuple(each.shape), tuple(getattr(saved.get(name), "shape", ())))
@@ -55,6 +58,20 @@ def check_fits(module: nn.Module, state: Any, label: str) -> None:
             )
         if is_dtensor(each) != is_dtensor(saved[name]):
             raise CheckpointError(_of_other_placement(label, name, is_dtensor(each)))
+
+
+def _converting(module: nn.Module) -> Iterator[str]:
+    """The prefixes of parts that may load other names and shapes than they save."""
+    for name, part in module.named_modules():
+        own = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+        # Batch norms only count batches that an old file has not counted.
+        by_torch = isinstance(part, torch.nn.modules.batchnorm._NormBase)
+        if part._load_state_dict_pre_hooks or (own and not by_torch):
+            yield f"{name}." if name else ""
+
+
+def _without(prefixes: tuple[str, ...], state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in state.items() if not str(name).startswith(prefixes)}
 
 
 def _takes(live: torch.Tensor, saved: Any) -> bool:
