@@ -12,6 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from torch_bf16 import backends
 from torch_bf16.tools import cli
 from torch_bf16.tools.info import hosts, obstacles
 
@@ -235,6 +236,22 @@ def test_gpus_that_emulate_bf16_are_slow(monkeypatch):
     with_a_gpu(monkeypatch, supported=False)
     said = [each.what for each in obstacles.obstacles() if each.kind == "slow"]
     assert "Tesla T4 has no arithmetic in bf16 and emulates it" in said
+
+
+def test_a_backend_for_gpus_is_refused_only_where_there_is_none(monkeypatch):
+    def why(device):
+        return None if device.type == "cuda" else "it updates tensors on GPUs"
+
+    monkeypatch.setattr(backends._BACKENDS["triton"], "unavailable", why)
+    monkeypatch.setenv("TORCH_BF16_BACKEND", "triton")
+
+    def kinds():
+        found = [each for each in obstacles.obstacles() if "was asked for" in each.what]
+        return [(each.kind, each.instead) for each in found]
+
+    assert kinds() == [("refused", "unset TORCH_BF16_BACKEND")]
+    with_a_gpu(monkeypatch)
+    assert kinds() == [("note", "train on the GPU, or unset TORCH_BF16_BACKEND")]
 
 
 def test_triton_needs_a_compiler_and_python_s_headers(monkeypatch):

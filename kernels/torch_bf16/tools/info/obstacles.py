@@ -163,7 +163,15 @@ def _backends() -> Iterator[Obstacle]:
         try:
             chosen = choose(device).name
         except BackendUnavailableError as error:
-            yield Obstacle("refused", str(error), "unset TORCH_BF16_BACKEND")
+            # Most models of a machine with a GPU are trained there.
+            elsewhere = device.type == "cpu" and _named_runs_on_a_gpu()
+            yield Obstacle(
+                "note" if elsewhere else "refused",
+                str(error),
+                "train on the GPU, or unset TORCH_BF16_BACKEND"
+                if elsewhere
+                else "unset TORCH_BF16_BACKEND",
+            )
             continue
         # Already reported for the variable.
         except ValueError:
@@ -187,6 +195,11 @@ def _backends() -> Iterator[Obstacle]:
             f"Triton needs Python.h, which is not in {sysconfig.get_path('include')}",
             "apt install python3-dev; until then steps are eager",
         )
+
+
+def _named_runs_on_a_gpu() -> bool:
+    name = os.environ["TORCH_BF16_BACKEND"]
+    return any(explain(each)[name] is None for each in devices() if each.type == "cuda")
 
 
 def _verdicts() -> Iterator[Obstacle]:
