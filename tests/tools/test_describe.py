@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16 import backends
 
 
 def model():
@@ -47,6 +48,24 @@ def test_a_backend_that_cannot_run_where_the_model_is_now_is_left_out(monkeypatc
     found = torch_bf16.describe(network, torch_bf16.AdamW(network.parameters()))
     assert found.backend is None
     assert str(found).endswith("exp_avg_sq 2.06)")
+
+
+@pytest.mark.parametrize(
+    ("fails", "name"), [(("bf16", "fp32"), "eager"), (("bf16",), "cpu and eager")]
+)
+def test_after_a_step_it_is_the_backend_that_took_it(fails, name, monkeypatch):
+    def fault_of(backend, variant):
+        weight = variant.formats[0].name.partition("_")[0]
+        return "wrong" if backend.name == "cpu" and weight in fails else None
+
+    monkeypatch.setattr(backends, "fault_of", fault_of)
+    network = model()
+    optimizer = torch_bf16.AdamW(network.parameters())
+    assert torch_bf16.describe(network, optimizer).backend == "cpu"
+    for p in network.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch_bf16.describe(network, optimizer).backend == name
 
 
 def test_frozen_and_empty_models_take_nothing():

@@ -54,6 +54,7 @@ class Plan:
     Attributes:
         members: all members of the plan.
         devices: the devices that the members are on.
+        backends: names of the backends that run the kernels, in order.
     """
 
     _guard: Guard
@@ -101,6 +102,7 @@ class Plan:
         self._sets: dict[bytes, Active] = {}
         self._selected: tuple[list[bool], Any] = [], None
         self.devices = {launch.batch.variant.device for launch in self._launches}
+        self.backends = sorted({launch.batch.backend.name for launch in self._launches})
 
     def compile(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Compile the kernels of all members with gradients, before anything is updated or counted.

@@ -37,7 +37,9 @@ class Description:
             trained.
         bytes_by_role: bytes per trained element: ``"weights"``, ``"gradients"`` and each state.
         backend: the backend that takes the steps; None if there are no parameters, or if the one
-            that was asked for cannot run where they are now.
+            that was asked for cannot run where they are now. Before the first step it is the one
+            that is tried first; kernels that fail their proof then go to another, ``"eager and
+            triton"`` if only some of them fail.
         unmade: the optimizer class whose first step will create states, which are not counted; None
             if the states are known.
         compute: what the model computes in, as in :class:`torch_bf16.Recipe`.
@@ -145,7 +147,7 @@ def describe(
         parameters=dict(dtypes),
         trained=trained,
         bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
-        backend=_backend_for(parameters, backend),
+        backend=_backend_for(parameters, optimizer, backend),
     )
 
 
@@ -169,9 +171,16 @@ def _asked(argument: Any) -> tuple[BF16Optimizer | None, Recipe, str | None]:
     )
 
 
-def _backend_for(parameters: list[nn.Parameter], asked: str | None) -> str | None:
+def _backend_for(
+    parameters: list[nn.Parameter], optimizer: BF16Optimizer | None, asked: str | None
+) -> str | None:
+    if not parameters:
+        return None
+    plan = None if optimizer is None else optimizer._engine.plan
+    if plan is not None and parameters[0].device in plan.devices:
+        return " and ".join(plan.backends)
     try:
-        return choose(parameters[0].device, asked).name if parameters else None
+        return choose(parameters[0].device, asked).name
     except BackendUnavailableError:  # the model may be on its way to another device
         return None
 
