@@ -150,3 +150,9 @@ def test_a_training_on_the_cpu_starts_no_cuda(recipe, monkeypatch):
         optimizer.zero_grad()
     optimizer.load_state_dict(optimizer.state_dict())
     torch_bf16.fp32_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_a_state_follows_its_moved_model_bit_for_bit(found_there, recipe):
+    stayed, *moved = found_there["moved"][recipe]
+    assert moved == [stayed, stayed]

@@ -113,7 +113,9 @@ def without_remainders(
     ):
         if (changed := watch.changed()) is not None:
             for key in REMAINDERS & state.keys():
-                valid[key] = shard.place(local(state[key]).masked_fill(changed, 0))
+                plane = local(state[key])
+                # A moved parameter has left its state behind.
+                valid[key] = shard.place(plane.masked_fill(changed.to(plane.device), 0))
     elif snapshot.version != shard.version():
         for key in state.keys() & MASTERS:
             plane = local(state[key]).clone()
