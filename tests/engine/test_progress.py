@@ -5,6 +5,7 @@ import torch
 from optimizer_cases import make_optimizer, take_steps
 from torch import nn
 
+import torch_bf16
 from torch_bf16.backends import eager
 from torch_bf16.backends.cpu import launch, threads
 
@@ -70,3 +71,37 @@ def test_errors_that_make_their_message_of_something_else_get_a_note(monkeypatch
         optimizer.step()
     if hasattr(caught.value, "add_note"):
         assert caught.value.__notes__ == ["Nothing was updated"]
+
+
+class BreaksOff(torch.optim.Optimizer):
+    """A class of a program's own, which some weights make fail."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad[0] > 1:
+                    raise KeyError("no such number")
+                p.data.sub_(p.grad)
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [(0, ""), (2, "2 of 3 parameters were updated, the others not. Load the last checkpoint")],
+)
+def test_a_class_that_breaks_off_between_its_parameters_is_said_to_have_updated_some(at, said):
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    optimizer = torch_bf16.convert(BreaksOff(weights))
+    optimizer.bucket_bytes = 1
+    for scales in ([1.0] * 3, [1.0] * 3, [1.0] * 3, [2.0 if n == at else 1.0 for n in range(3)]):
+        for weight, scale in zip(weights, scales, strict=True):
+            weight.grad = torch.full((3,), scale)
+        if max(scales) == 1:
+            optimizer.step()
+    with pytest.raises(KeyError) as caught:
+        optimizer.step()
+    assert ("parameters were updated" in str(caught.value)) == bool(said)
+    assert said in str(caught.value)
+    assert [each[0].item() for each in weights] == [-4.0 if n < at else -3.0 for n in range(3)]

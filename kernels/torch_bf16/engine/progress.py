@@ -10,7 +10,7 @@ from torch_bf16.errors import UNTOUCHED, add_note, is_partial
 
 from .launches import Launch
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "end_with"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -54,8 +54,7 @@ class Progress:
             prepared: by the number of a parameter, which of its states already holds the gradients
                 of this step, although its weight is not updated.
         """
-        interrupted = not isinstance(error, Exception)
-        if interrupted and not self.partial:
+        if not isinstance(error, Exception) and not self.partial:
             return
         updated, partial = _members_of(self.done), _members_of(self.partial)
         what = f"{updated} parameters were updated and their steps counted, the others not"
@@ -71,14 +70,19 @@ class Progress:
                 f", but {state} of {len(prepared)} parameters may hold this step's gradients "
                 "already: go on with the next ones, or load a state dict to repeat the step"
             )
-        if interrupted:
+        if not isinstance(error, Exception):
             _logger.warning("%s ended a step: %s", type(error).__name__, what)
             return
-        said = f"{error}".rstrip(".") or type(error).__name__
-        error.args = (f"{said}. {what}",)
-        # Some classes, such as OSError, make their message of something else.
-        if not str(error).endswith(what):
-            add_note(error, what)
+        end_with(error, what)
+
+
+def end_with(error: Exception, what: str) -> None:
+    """Let an error end with a sentence about what was updated before it."""
+    said = f"{error}".rstrip(".") or type(error).__name__
+    error.args = (f"{said}. {what}",)
+    # Some classes, such as OSError, make their message of something else.
+    if not str(error).endswith(what):
+        add_note(error, what)
 
 
 def _members_of(launches: Iterable[Launch]) -> int:

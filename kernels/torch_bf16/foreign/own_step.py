@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.engine import data_writes
-from torch_bf16.errors import UNTOUCHED, warn
+from torch_bf16.engine.progress import end_with
+from torch_bf16.errors import UNTOUCHED, is_partial, warn
 from torch_bf16.optim.planning import keep_states
 from torch_bf16.sharding import world_size
 from torch_bf16.states.recoding import Changes
@@ -77,8 +78,7 @@ class OwnStep:
         self._kind, self._engine = optimizer.torch_class, optimizer._engine
         self._traits = optimizer._engine.traits
         self._runner = self._new_runner()
-        # Whether something was written that a refusal would have to take back.
-        self._has_stored = False
+        self._updated = 0
         # Numbers by the places of parameters, or in another order: only the class knows.
         if any(has_numbers(each, optimizer.defaults) for each in optimizer.param_groups):
             self._traits.couples = True
@@ -88,6 +88,19 @@ class OwnStep:
 
         The first steps show whether a call for some parameters does the same as one for all.
         """
+        try:
+            self._take(scale)
+        except Exception as error:
+            if self._updated or is_partial(error):
+                others = "others perhaps in part" if is_partial(error) else "the others not"
+                end_with(
+                    error,
+                    f"{self._updated} of {len(self._members)} parameters were updated, {others}. "
+                    "Load the last checkpoint before going on",
+                )
+            raise
+
+    def _take(self, scale: float) -> None:
         first = not any(each.step for each in self._members)
         buckets, computed = [*self._buckets(self._members)], None
         if buckets and self._traits.left_to_observe:
@@ -225,12 +238,12 @@ class OwnStep:
         return computed
 
     def _refusal(self, why: str) -> NotImplementedError:
-        after = "Other parameters were updated" if self._has_stored else UNTOUCHED
-        return NotImplementedError(f"{why}. {after}")
+        # After others were updated, the error ends with their number.
+        return NotImplementedError(why if self._updated else f"{why}. {UNTOUCHED}")
 
     def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:
         """Encode the computed weights and states of a bucket."""
-        optimizer, self._has_stored = self._optimizer, True
+        optimizer = self._optimizer
         pairs = zip(bucket, computed[1], strict=True)
         moved = [each for each, state in pairs if state is not None]
         if idle := [each for each in moved if each.is_idle]:
@@ -251,6 +264,7 @@ class OwnStep:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
             each.snapshot.version = each.shard.version()
+        self._updated += len(moved)
         # At once: if something fails later, these must not look like somebody else's writes.
         data_writes.note_step(each.snapshot.data for each in moved)
 
