@@ -11,7 +11,7 @@ from torch import nn
 
 from .argument_checks import check_backend, check_module
 from .engine.wrappers import held_optimizers
-from .errors import with_article
+from .errors import suffix_errors, with_article
 from .foreign.advice import refusal_of_holder
 from .foreign.convert import convert
 from .foreign.convertible import Conversion, check_conversion, check_roles, check_same
@@ -124,9 +124,11 @@ def prepare(
     for cast in cast_recipes(model):
         check_same("prepare", recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
     cast_model(model, recipe)
-    for each, conversion in conversions:
+    for done, (each, conversion) in enumerate(conversions):
         options = {} if conversion.fused else {"roles": roles, "elementwise": elementwise}
-        convert(each, recipe, model=model, backend=backend, **options)
+        so_far = f"The model is cast by now, and {done} of {len(conversions)} optimizers converted"
+        with suffix_errors(so_far):
+            convert(each, recipe, model=model, backend=backend, **options)
     for each in ours:
         each._engine.model = ref(model)
         if backend is not None or each.backend is None:

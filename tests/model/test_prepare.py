@@ -356,3 +356,18 @@ def test_modules_that_have_no_truth_value_when_compared_are_trained_like_others(
         weights.append([optimizer.exact_weight(p) for p in model.parameters()])
     for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_state_that_does_not_fit_is_told_with_what_was_done_before_it():
+    parts = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in parts]
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        part(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    optimizers[1].state[parts[1].weight]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(
+        torch_bf16.StateMismatchError, match="cast by now, and 1 of 2 optimizers converted$"
+    ):
+        prepare(nn.ModuleList(parts), optimizers)
+    assert isinstance(optimizers[0], torch_bf16.AdamW)
+    assert type(optimizers[1]) is torch.optim.AdamW
