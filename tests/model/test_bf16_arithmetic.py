@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -119,6 +120,23 @@ def test_under_autocast_a_part_is_given_what_its_caller_gives():
     with plugin_api.inside_step(), torch.autocast("cpu", torch.bfloat16):
         net(X)
     assert net[0].given[0] is X
+
+
+def test_a_compiled_part_is_inside_the_step_though_another_thread_ends_its_own():
+    net = cast(nn.Linear(16, 16))
+    compiled: Any = torch.compile(net, backend="eager")
+    with torch.no_grad():
+        assert compiled(X).dtype == torch.float32
+        with plugin_api.inside_step():
+            alone = compiled(X).dtype
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(pass_through_a_step).result()
+            assert compiled(X).dtype == alone == torch.bfloat16
+
+
+def pass_through_a_step():
+    with plugin_api.inside_step():
+        pass
 
 
 class Tied(BodyAndHead):

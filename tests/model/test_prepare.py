@@ -366,7 +366,7 @@ def test_a_state_that_does_not_fit_is_told_with_what_was_done_before_it():
         optimizer.step()
     optimizers[1].state[parts[1].weight]["exp_avg"] = torch.zeros(3)
     with pytest.raises(
-        torch_bf16.StateMismatchError, match="cast by now, and 1 of 2 optimizers converted$"
+        torch_bf16.StateMismatchError, match=r"cast by now, and 1 of 2 optimizers converted$"
     ):
         prepare(nn.ModuleList(parts), optimizers)
     assert isinstance(optimizers[0], torch_bf16.AdamW)

@@ -42,9 +42,22 @@ class _Calls(threading.local):
 
 
 class _Traced:
-    """What ``_Calls`` says, for torch.compile, which guards on no attribute of a thread's own."""
+    """What ``_Calls`` says, for torch.compile, which guards on no attribute of a thread's own.
 
-    inside_step = False
+    Attributes:
+        inside_step: whether any thread is inside a step.
+    """
+
+    def __init__(self) -> None:
+        self.inside_step = False
+        self._steps = 0
+        self._lock = threading.Lock()
+
+    def add(self, steps: int) -> None:
+        """Count a step that begins (1) or ends (-1)."""
+        with self._lock:
+            self._steps += steps
+            self.inside_step = self._steps > 0
 
 
 # Older versions of torch.compile trace the function of what looks like a method, not its call.
@@ -80,12 +93,12 @@ def inside_step() -> Iterator[None]:
         (torch.bfloat16, True)
     """
     _calls.depth += 1
-    _traced.inside_step = True
+    _traced.add(1)
     try:
         yield
     finally:
         _calls.depth -= 1
-        _traced.inside_step = _calls.depth > 0
+        _traced.add(-1)
 
 
 def place_of_forward(module: nn.Module) -> str:
