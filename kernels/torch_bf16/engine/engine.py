@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,12 +14,13 @@ from torch_bf16.errors import warn
 from torch_bf16.living import LivingSet
 from torch_bf16.sharding import Shard, shard_of
 
-from .data_writes import Counting, DataWatch
+from .data_writes import DataWatch
 from .names import ParameterNames
 from .pending import Pending
 from .plan import Plan
 from .setting import Setting
 from .versions import Snapshot
+from .write_history import WriteHistory
 
 __all__ = ["Engine", "Observer", "begun_optimizers", "engine_of", "has_living_master"]
 
@@ -113,14 +113,7 @@ class Engine:
         host: name of a host that takes a step by several calls, each with some of the groups.
         divided: what that host does with what the optimizer holds, for its description.
         steps: how many steps were taken or skipped.
-        blended_steps: the recent steps before which something else moved many numbers in place.
-        written_step: the last step before which something else is known to have written weights.
-        rare_blends: how often something else moved many numbers in place, long after the last time.
-        countings: the latest steps with counts of what was written before them that are not known
-            yet, whether a write was rare then, and which weights another optimizer had stepped.
-        warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
-        warned_of_second_master: whether a warning has said what a second optimizer of a weight
-            loses.
+        writes: what is known of writes by others to the weights.
         shares: each group, and its share of the average in the last step, if schedule-free.
         model: a weak reference to the module whose parameters the optimizer was given, if known;
             not copied, because copies step for other parameters.
@@ -139,11 +132,8 @@ class Engine:
         self.reduction_checked = False
         self.host: str | None = None
         self.divided: str | None = None
-        self.warned_of_data_writes = self.warned_of_second_master = False
         self.steps = 0
-        self.blended_steps: list[int] = []
-        self.written_step = self.rare_blends = 0
-        self.countings: deque[tuple[int, bool, list[Shard], Counting]] = deque()
+        self.writes = WriteHistory()
         self.shares: list[tuple[Mapping[str, Any], float]] = []
         self.model: Callable[[], nn.Module | None] = _unknown
         self.optimizer: Callable[[], Any] = _unknown

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS, DataWatch
-from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
+from torch_bf16.engine.write_history import Counted
 from torch_bf16.errors import warn
 from torch_bf16.formats import Format
 from torch_bf16.model import remainders
@@ -33,14 +33,6 @@ __all__ = [
     "states_without_remainders",
     "without_remainders",
 ]
-
-# A warning names writes in place before so many steps of a window, as by a Lookahead: loading, or
-# making weights anew, is rarer. Only the first steps of a run are observed: it takes a pass over
-# the weights.
-_BLENDED_STEPS, _STEPS_IN_WINDOW, _OBSERVED_STEPS = 4, 64, 256
-# Replicas are averaged after hundreds of steps, too: copies this far apart are observed in all of a
-# run, and count if they move numbers by a few spacings.
-_STEPS_APART = 32
 
 
 class _Written(Protocol):
@@ -90,7 +82,7 @@ def drop_remainders(
             # The bytes that it saved belong to the old numbers.
             watch.note_step()
     remainders.forget(*(each.shard for each in members))
-    optimizer._engine.written_step = optimizer._engine.steps
+    optimizer._engine.writes.note(optimizer._engine.steps)
     return True
 
 
@@ -177,15 +169,15 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
 def _shared(optimizer: BF16Optimizer, written: Sequence[Shard]) -> list[Shard]:
     """Those that another optimizer has stepped last; none once that was warned of."""
     engine = optimizer._engine
-    if engine.warned_of_second_master:
+    if engine.writes.warned_of_second_master:
         return []
     return [each for each in written if engine.stepped_by_another(each)]
 
 
 def _warn_of_second_master(optimizer: BF16Optimizer, shared: Sequence[Shard]) -> None:
-    engine = optimizer._engine
-    if shared and not engine.warned_of_second_master:
-        engine.warned_of_second_master = True
+    writes = optimizer._engine.writes
+    if shared and not writes.warned_of_second_master:
+        writes.warned_of_second_master = True
         warn(
             f"another optimizer has stepped {len(shared)} of the parameters of this "
             f"{type(optimizer).__name__}, the first of shape {tuple(shared[0].parameter.shape)}, "
@@ -197,9 +189,9 @@ def _warn_of_second_master(optimizer: BF16Optimizer, shared: Sequence[Shard]) ->
 
 
 def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
-    engine = optimizer._engine
-    touched = data_writes.touched(engine.watches(parameters))
-    if not (touched or engine.countings):
+    writes = optimizer._engine.writes
+    touched = data_writes.touched(optimizer._engine.watches(parameters))
+    if not (touched or writes.unread):
         return
     if cuda_graphs.capturing(each.device for each in parameters):
         if not touched:
@@ -212,56 +204,40 @@ def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor
     if touched:
         _drop_written(optimizer, parameters)
     # On a GPU they may be those of an earlier step: the host does not wait for them.
-    while engine.countings and engine.countings[0][-1].is_done:
-        step, rare, shared, counting = engine.countings.popleft()
-        if not engine.warned_of_data_writes:
-            _warn_of_writes(optimizer, shared, step, rare, counting.read())
+    while writes.unread and writes.unread[0].counting.is_done:
+        counted = writes.unread.popleft()
+        if not writes.warned:
+            _warn_of_writes(optimizer, counted)
 
 
 def _drop_written(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine, shards = optimizer._engine, [*map(shard_of, parameters)]
+    writes, step = engine.writes, engine.steps
     # If fp32 weights were loaded last, their remainders take the place of the old ones.
     remainders.forget_written(shards)
     loaded = remainders.find_remainders(shards)
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
-    counts, rare = not engine.warned_of_data_writes, _is_rare(engine)
-    counts_in_place = counts and (rare or engine.steps < _OBSERVED_STEPS)
+    rare, counts_in_place = writes.is_rare(step), writes.is_observed(step)
     raised, counting = data_writes.zero_written(
         parameters,
         optimizer.state,
         engine.snapshots,
-        count=counts,
+        count=not writes.warned,
         count_in_place=counts_in_place,
     )
     if raised:
-        engine.written_step = engine.steps
+        writes.note(step)
     # Now: by the time that the counts are known, this optimizer has stepped them last.
     shared = _shared(optimizer, shards) if raised and counts_in_place else []
-    engine.countings.append((engine.steps, rare, shared, counting))
+    writes.unread.append(Counted(step, rare, shared, counting))
 
 
-def _warn_of_writes(
-    optimizer: BF16Optimizer,
-    shared: Sequence[Shard],
-    step: int,
-    rare: bool,
-    written: data_writes.WriteCounts,
-) -> None:
+def _warn_of_writes(optimizer: BF16Optimizer, counted: Counted) -> None:
     """Count a step before which weights were written; warn if that loses what masters have."""
-    engine = optimizer._engine
+    written = counted.counting.read()
     if written.in_place:
-        _warn_of_second_master(optimizer, shared)
-    if written.in_place and not engine.warned_of_second_master:
-        recent = [each for each in engine.blended_steps if each > step - _STEPS_IN_WINDOW]
-        # Released steps come one by one.
-        engine.blended_steps = [*dict.fromkeys([*recent, step])]
-        engine.rare_blends += rare and written.nearby > 0
-    if (
-        written.through_data
-        or len(engine.blended_steps) >= _BLENDED_STEPS
-        or engine.rare_blends >= _BLENDED_STEPS
-    ):
-        engine.warned_of_data_writes, engine.blended_steps, engine.rare_blends = True, [], 0
+        _warn_of_second_master(optimizer, counted.shared)
+    if optimizer._engine.writes.is_loss(counted, written):
         how = (
             f"bf16 weights, {written.through_data} in all, were written through p.data between two "
             "steps"
@@ -276,8 +252,3 @@ def _warn_of_writes(
             "weights, load torch_bf16.fp32_state_dict(model, optimizer) of then (this warning "
             "appears only once)",
         )
-
-
-def _is_rare(engine: Engine) -> bool:
-    """Whether nothing is known to have written weights in the steps before this one."""
-    return engine.steps - engine.written_step >= _STEPS_APART
