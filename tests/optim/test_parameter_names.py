@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.utils import prune
 
 import torch_bf16
 
@@ -200,3 +201,30 @@ def test_names_of_the_users_own_are_loaded_where_they_fit(groups, kept):
     saved = get_optimizer_state_dict(model, optimizer, options=options)
     set_optimizer_state_dict(other, resumed, saved, options=options)
     assert names(resumed) == (kept or before)
+
+
+@pytest.mark.parametrize("recipe", [STOCHASTIC, "bf16-fp32-master"])
+def test_a_resumed_run_whose_weights_were_renamed_is_told_of_its_noise(recipe, caplog):
+    """``torch.nn.utils.prune`` renames a weight, and a run that goes on keeps its keys."""
+    saved = copy.deepcopy(pruned(recipe, "afterwards")[1].state_dict())
+    for when, told in (("afterwards", False), ("before", recipe == STOCHASTIC)):
+        caplog.clear()
+        pruned(recipe, when)[1].load_state_dict(saved)
+        assert ("1 of 2 parameters had other names" in caplog.text) == told, when
+    assert not told or "(0.weight, now 0.weight_orig)" in caplog.text
+
+
+def pruned(recipe, when):
+    """A run of a layer that is pruned before it is prepared, or afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if when == "before":
+        prune.identity(model[0], "weight")
+        # As a new optimizer would have them: pruning puts the weight last.
+        optimizer = torch.optim.AdamW([model[0].weight_orig, model[1].weight], lr=1e-3)
+    torch_bf16.prepare(model, optimizer, recipe)
+    if when == "afterwards":
+        prune.identity(model[0], "weight")
+    take_steps(optimizer, [0])
+    return model, optimizer

@@ -30,6 +30,7 @@ from torch_bf16.states.views import (
 )
 
 from . import inherited_masters
+from .renamed import tell_of_other_noise
 from .validation import FULLY_DECOUPLED, resolve_peak_lr
 from .variants import VARIANTS
 
@@ -160,6 +161,7 @@ class _Loading:
         if header.get(schema.WRITTEN):
             _watch(optimizer, states)
         optimizer.recipe = self._recipe
+        tell_of_other_noise(optimizer, header.get("names") or [], states)
         if self._changes.counts:
             _logger.log(
                 logging.WARNING if self._changes.lost else logging.INFO,
