@@ -121,7 +121,8 @@ class Api:
 
         cuda.current_stream, cuda.default_stream, cuda.stream = current, default, entered
         cuda.Stream, cuda.Event = Stream, Event
-        cuda.CUDAGraph = functools.partial(Graph, self._library)
+        Graph.library = self._library
+        cuda.CUDAGraph = Graph
         cuda.is_current_stream_capturing = lambda: Graph.captured is not None
 
     def _let_gloo_be_nccl(self) -> None:
@@ -184,30 +185,31 @@ class Graph:
     """Operations and launches that were captured."""
 
     captured: Graph | None = None
+    library: ctypes.CDLL
 
-    def __init__(self, library: ctypes.CDLL, keep_graph: bool = False) -> None:
-        self._library, self._graph, self._launches = library, None, []
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._graph, self._launches = None, []
 
     def capture_begin(self, *pool: object, **options: object) -> None:
         Graph.captured = self
-        self._library.hollow_begin_capture()
+        self.library.hollow_begin_capture()
 
     def capture_end(self) -> None:
         Graph.captured = None
-        self._graph = ctypes.c_void_p(self._library.hollow_end_capture())
+        self._graph = ctypes.c_void_p(self.library.hollow_end_capture())
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Capture a launch that is not an operation of torch's."""
         self._launches.append(ctypes.CFUNCTYPE(None)(kernel))
-        self._library.hollow_capture(self._launches[-1])
+        self.library.hollow_capture(self._launches[-1])
 
     def replay(self) -> None:
-        if said := self._library.hollow_replay(self._graph):
+        if said := self.library.hollow_replay(self._graph):
             raise RuntimeError(said.decode())
 
     def reset(self) -> None:
         if self._graph:
-            self._library.hollow_forget(self._graph)
+            self.library.hollow_forget(self._graph)
         self._graph, self._launches = None, []
 
     def pool(self) -> tuple[int, int]:
