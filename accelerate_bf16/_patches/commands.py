@@ -78,8 +78,8 @@ def export_mode(original: Any) -> Any:
 def export_mode_to_sagemaker(original: Any) -> Any:
     """Like :func:`export_mode`, in the environment of SageMaker's estimator."""
 
-    def prepare(config: Any, args: Any) -> Any:
-        estimator, inputs = original(config, args)
+    def prepare(sagemaker_config: Any, args: Any) -> Any:
+        estimator, inputs = original(sagemaker_config, args)
         if mode := canonical(args.mixed_precision):
             estimator["environment"][MODE_VARIABLE] = mode
         return estimator, inputs

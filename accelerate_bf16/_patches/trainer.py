@@ -100,7 +100,7 @@ def load_from_checkpoint(original: Any) -> Any:
     Loading would round them; weights that are loaded after the cast keep all their bits.
     """
 
-    def _load_from_checkpoint(self: Any, checkpoint: Any, model: Any = None) -> Any:
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
         mode = mode_of(self.accelerator)
         # A model that is passed has been prepared: FSDP and DeepSpeed load into the wrapped one.
         if mode is not None and model is None:
@@ -111,7 +111,7 @@ def load_from_checkpoint(original: Any) -> Any:
             optimizers = [] if self.optimizer is None else [self.optimizer]
             preparation = Preparation(mode, (), optimizers, options_of(self.accelerator))
             preparation.cast_before_loading(self.model)
-        return original(self, checkpoint, model)
+        return original(self, resume_from_checkpoint, model)
 
     return _load_from_checkpoint
 

@@ -31,11 +31,11 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
     The callback swaps the two; passing through bf16 parameters would round the average.
     """
 
-    def _swap_models(callback: Any, module: Any) -> None:
-        if not isinstance(module.trainer.precision_plugin, precision.PrecisionMixin):
-            original(callback, module)
+    def _swap_models(callback: Any, pl_module: Any) -> None:
+        if not isinstance(pl_module.trainer.precision_plugin, precision.PrecisionMixin):
+            original(callback, pl_module)
             return
-        weights = _tensors(module)
+        weights = _tensors(pl_module)
         # Copy instead of exchanging tensors: version counters and exact masters belong to the
         # module's own tensors.
         values = callback.__dict__.pop("_torch_bf16_weights", None)

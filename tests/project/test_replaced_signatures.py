@@ -1,0 +1,44 @@
+"""What replaces a host's function takes the host's arguments by the host's names."""
+
+import importlib
+import inspect
+from operator import attrgetter
+
+import pytest
+
+import accelerate_bf16._patches
+import bf16_autoload
+import lightning_bf16._patches
+
+REPLACED = [
+    *(
+        (module, path)
+        for module, paths in accelerate_bf16._patches.REPLACED.items()
+        for path in paths
+    ),
+    *(
+        (module, path)
+        for module in bf16_autoload.TARGETS
+        if module.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+        for path in lightning_bf16._patches.REPLACED[module.rpartition(".")[2]]
+    ),
+]
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@pytest.mark.parametrize(("module", "path"), REPLACED)
+def test_a_program_may_name_the_arguments(module, path):
+    found = importlib.import_module(module)
+    try:
+        replacement = attrgetter(path)(found)
+    except AttributeError:
+        pytest.skip("this version of the host lacks it")
+    if not hasattr(replacement, "__wrapped__"):
+        pytest.skip("not a function, or not in this version")
+    ours = inspect.signature(replacement, follow_wrapped=False).parameters
+    theirs = inspect.signature(replacement.__wrapped__).parameters
+    named = [each.name for each in ours.values() if each.kind in BY_NAME]
+    # The first one is the object whose method it is.
+    assert {*named[1:]} <= theirs.keys()
+    if not any(each.kind == inspect.Parameter.VAR_KEYWORD for each in ours.values()):
+        assert {*list(theirs)[1:]} <= {*named}
