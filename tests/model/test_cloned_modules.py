@@ -110,3 +110,29 @@ def test_a_clone_of_a_copy_in_fp32_computes_with_its_own_weights():
         for each in weights_of(clone):
             each.zero_()
     assert not clone(X).count_nonzero()
+
+
+class Adapts(nn.Module):
+    """Clones its layers within its own forward, as a hypernetwork or an inner loop does."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        clone = clone_of(self.net)
+        with torch.no_grad():
+            for each in weights_of(clone):
+                each.zero_()
+        return self.net(x), clone(x)
+
+
+@pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
+def test_a_clone_inside_a_carried_forward_computes_with_its_own_weights(compute):
+    torch.manual_seed(0)
+    recipe = torch_bf16.get_recipe("bf16-fp32-master", compute=compute)
+    net = Adapts(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    torch_bf16.carry_autocast(torch_bf16.cast_model(net, recipe), compute=compute)
+    original, clone = net(X)
+    assert original.count_nonzero()
+    assert not clone.count_nonzero()

@@ -84,6 +84,9 @@ _traced = _Traced()
 def inside_step() -> Iterator[None]:
     """Within the context, modules that carry autocast do not enter it; in this thread only.
 
+    What torch.compile has compiled with ``compute="bf16"`` cannot tell threads apart: it stays out
+    of autocast while any thread is inside.
+
     For training loops that enter autocast themselves, or turn it off for a layer.
 
     Example:
@@ -188,17 +191,16 @@ class CarriedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if module is not None:
-            if torch.compiler.is_compiling():
-                return _call_traced(self, module, args, kwargs)
-            if _calls.within:  # a forward calls parts of its own module
-                return _call(self, module, args, kwargs)
+        if module is not None and torch.compiler.is_compiling():
+            return _call_traced(self, module, args, kwargs)
         called, shared = called_through(sys._getframe(1))
         if shared is self and called is not module:
             _separate(called)
             return called.forward(*args, **kwargs)
         if module is None:
             raise RuntimeError(_NO_MODULE if self._module is _unknown else _FREED)
+        if _calls.within:  # a forward calls parts of its own module
+            return _call(self, module, args, kwargs)
         _calls.within = True
         try:
             return _call(self, module, args, kwargs)
