@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import torch_bf16
+from torch_bf16.sharding import deepspeed
 
 
 def test_it_gets_what_is_needed_and_the_one_given_stays():
@@ -74,3 +79,17 @@ def test_vectors_can_be_kept_like_matrices():
         assert recipe.format_of(role, (8,)) == recipe.format_of(role, (8, 8))
     with pytest.raises(ValueError, match="vectors='some' is not a way"):
         torch_bf16.get_recipe(recipe, vectors="some")
+
+
+def test_a_copy_of_a_vector_is_no_flat_tensor_and_nothing_is_searched_for_it(monkeypatch):
+    """Averages are made of copies, thousands in each update."""
+
+    def search(kind):
+        raise AssertionError("all objects of the process were searched")
+
+    monkeypatch.setattr(deepspeed, "instances_of", search)
+    name = "deepspeed.runtime.base_optimizer"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(DeepSpeedOptimizer=object))
+    assert not deepspeed.is_flat(torch.ones(3))
+    with pytest.raises(AssertionError):
+        deepspeed.is_flat(torch.ones(3, requires_grad=True))

@@ -165,8 +165,11 @@ def is_flat(parameter: Tensor) -> bool:
     if parameter in _layout_of:
         return True
     base: Any = sys.modules.get("deepspeed.runtime.base_optimizer")
+    # Flat tensors are trained; copies of weights, as averages are made of, are not.
+    if base is None or not parameter.requires_grad:
+        return False
     # The tensor does not know its optimizer. This slow search is rarely needed but for an error.
-    return base is not None and any(
+    return any(
         parameter is each
         for zero in instances_of(base.DeepSpeedOptimizer)
         for each in parameters_of(zero.optimizer)
