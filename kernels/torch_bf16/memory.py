@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 __all__ = ["over_same_memory", "place_and_version", "share_like", "span"]
@@ -17,7 +18,8 @@ _T = TypeVar("_T")
 def span(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first element and of the byte behind its last one.
 
-    They are equal for a tensor without elements, and 0 for one without memory.
+    They are equal for a tensor without elements, and 0 for one without memory of its own in one
+    place, such as a sparse tensor.
 
     Example:
         >>> matrix = torch.zeros(4, 2)
@@ -25,7 +27,8 @@ def span(tensor: Tensor) -> tuple[int, int]:
         >>> end - start  # bytes: from the first of 8 numbers to the seventh
         28
     """
-    start = 0 if tensor.is_meta else tensor.data_ptr()
+    in_one_place = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
+    start = tensor.data_ptr() if in_one_place else 0
     if not start or not tensor.numel():
         return start, start
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -67,3 +67,15 @@ def test_tied_weights_stay_tied():
     exported = fp32_state_dict(model, optimizer)
     assert torch.equal(exported["b.weight"], optimizer.exact_weight(model["a"].weight))
     assert exported["a.weight"].data_ptr() == exported["b.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_buffers_without_an_address_are_returned_as_they_are(layout):
+    """Graph networks keep adjacency matrices in them."""
+    model = torch.nn.Linear(3, 3)
+    model.register_buffer("adjacency", getattr(torch.eye(3), layout)())
+    model, optimizer = torch_bf16.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weights = torch_bf16.fp32_state_dict(model, optimizer)
+    assert weights["adjacency"].layout == model.adjacency.layout
+    assert weights["weight"].dtype == torch.float32
