@@ -360,3 +360,11 @@ def test_weights_that_the_module_s_own_hook_changes_as_they_are_loaded_are_exact
         net.load_state_dict({"old": given, "bias": torch.zeros(16)})
         assert torch.equal(optimizer.exact_weight(net.weight), change(given))
     assert net._load_state_dict_pre_hooks == hooks
+
+
+def test_loads_without_a_step_between_them_leave_one_remainder():
+    model = torch_bf16.cast_model(nn.Linear(2, 2), "bf16-fp32-master")
+    for _ in range(3):
+        model.load_state_dict(nn.Linear(2, 2).state_dict())
+    remainder = remainders.find_remainder(shard_of(model.weight))
+    assert len(remainder.places) == 1

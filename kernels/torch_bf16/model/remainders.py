@@ -6,7 +6,8 @@ weights and not from the rounded ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
@@ -53,14 +54,14 @@ class _Remainder:
             (``p.data.zero_()``).
         placed: whether the parameter is found by its place in a module only, because it was placed
             on a mesh when it was cast, or because torch's conversions replace parameters.
-        places: modules that own the parameter, each with the parameter's name there.
+        places: modules that own the parameter, by their ids and the parameter's name there.
     """
 
     bits: Tensor
     version: int
     fingerprint: Fingerprint
     placed: bool
-    places: list[tuple[ref[nn.Module], str]] = field(default_factory=list)
+    places: dict[tuple[int, str], ref[nn.Module]] = field(default_factory=dict)
 
 
 _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -68,6 +69,9 @@ _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # parameter in that place. Sharded parameters are only here: torch does not convert a parameter that
 # has a weak reference by swapping it.
 _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
+
+# Other threads may train other models, whose remainders are in the same tables.
+_lock = threading.RLock()
 
 # The module that owns a parameter and the parameter's name there, by its id, as of the last search.
 _places: dict[int, tuple[ref[nn.Module], str]] = {}
@@ -125,9 +129,10 @@ def remember_planes(planes: Mapping[Tensor, Tensor], module: nn.Module | None) -
         remainders[parameter] = _remainder(shard, bits, Fingerprint.of(shard.memory))
     if module is not None:
         _keep(module, {id(p): each for p, each in remainders.items()})
-    for parameter, each in remainders.items():
-        if not each.placed and parameter not in _by_parameter:
-            _by_parameter[parameter] = each
+    with _lock:
+        for parameter, each in remainders.items():
+            if not each.placed and parameter not in _by_parameter:
+                _by_parameter[parameter] = each
 
 
 def _remainder(shard: Shard, bits: Tensor, fingerprint: Fingerprint) -> _Remainder:
@@ -135,22 +140,28 @@ def _remainder(shard: Shard, bits: Tensor, fingerprint: Fingerprint) -> _Remaind
 
 
 def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:
-    _places.clear()
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            remainder = remainders.get(id(parameter))
-            if parameter is not None and remainder is not None:
-                before = None if remainder.placed else _by_parameter.get(parameter)
-                places = [(ref(owner), name)]
-                if before is not None and before is not remainder:
-                    # Tied weights are loaded once for each of their modules.
-                    places += before.places
-                for reference, key in places:
-                    if (place := reference()) is not None:
-                        _by_owner.setdefault(place, {})[key] = remainder
-                remainder.places.extend(places)
-                if not remainder.placed:
-                    _by_parameter[parameter] = remainder
+    with _lock:
+        _places.clear()
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                remainder = remainders.get(id(parameter))
+                if parameter is not None and remainder is not None:
+                    _keep_one(owner, name, parameter, remainder)
+
+
+def _keep_one(owner: nn.Module, name: str, parameter: Tensor, remainder: _Remainder) -> None:
+    before = None if remainder.placed else _by_parameter.get(parameter)
+    remainder.places[id(owner), name] = ref(owner)
+    if before is not None and before is not remainder:
+        # Tied weights are loaded once for each of their modules.
+        remainder.places.update(before.places)
+    for place, reference in [*remainder.places.items()]:
+        if (living := reference()) is None:
+            del remainder.places[place]
+        else:
+            _by_owner.setdefault(living, {})[place[1]] = remainder
+    if not remainder.placed:
+        _by_parameter[parameter] = remainder
 
 
 def find_remainder(shard: Shard) -> _Remainder | None:
@@ -160,19 +171,23 @@ def find_remainder(shard: Shard) -> _Remainder | None:
 
 def find_remainders(shards: Iterable[Shard]) -> list[_Remainder | None]:
     """:func:`find_remainder` for each shard; searches all modules once at most."""
-    remainders, fresh = [], False
+    with _lock:
+        return [*_found(shards)]
+
+
+def _found(shards: Iterable[Shard]) -> Iterator[_Remainder | None]:
+    fresh = False
     for shard in shards:
         remainder = None if shard.replaces_parameter else _by_parameter.get(shard.parameter)
         if remainder is not None or not _found_by_place(shard):
-            remainders.append(remainder)
+            yield remainder
             continue
         place = _place_of(shard, fresh)
         if place is None and _by_owner and not fresh:
             _index()
             fresh = True
             place = _place_of(shard, fresh)
-        remainders.append(None if place is None else _by_owner.get(place[0], {}).get(place[1]))
-    return remainders
+        yield None if place is None else _by_owner.get(place[0], {}).get(place[1])
 
 
 def find_unwritten(shards: Sequence[Shard]) -> list[_Remainder | None]:
@@ -278,17 +293,21 @@ def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
 def forget(*shards: Shard) -> None:
     """Free the remainders of parameters, whose masters exist by now."""
     for shard, remainder in zip(shards, find_remainders(shards), strict=True):
-        if remainder is None:
-            continue
-        if not shard.replaces_parameter:
-            _by_parameter.pop(shard.parameter, None)
-        for reference, name in remainder.places:
-            owner = reference()
-            owned = {} if owner is None else _by_owner.get(owner, {})
-            if owner is not None and owned.get(name) is remainder:
-                del owned[name]
-                if not owned:
-                    del _by_owner[owner]
+        if remainder is not None:
+            with _lock:
+                _forget(shard, remainder)
+
+
+def _forget(shard: Shard, remainder: _Remainder) -> None:
+    if not shard.replaces_parameter:
+        _by_parameter.pop(shard.parameter, None)
+    for (_, name), reference in remainder.places.items():
+        owner = reference()
+        owned = {} if owner is None else _by_owner.get(owner, {})
+        if owner is not None and owned.get(name) is remainder:
+            del owned[name]
+            if not owned:
+                del _by_owner[owner]
 
 
 def forget_written(shards: Sequence[Shard]) -> None:
