@@ -146,3 +146,14 @@ def test_moments_of_an_optimizer_are_looked_up_a_limited_number_of_times(monkeyp
         other(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
     assert len(lookups) == 3
+
+
+def test_only_fp32_averages_of_bf16_numbers_are_brought_to_one_dtype():
+    cast_model(nn.Linear(2, 2))
+    narrow, wide = torch.zeros(2, dtype=torch.bfloat16), torch.ones(2)
+    for move_it in (
+        lambda: torch._foreach_lerp_([narrow], [wide], 0.5),
+        lambda: narrow.lerp_(wide, 0.5),
+    ):
+        with pytest.raises(RuntimeError, match="dtype"):
+            move_it()

@@ -66,11 +66,12 @@ def _moving_many(original: Any) -> Any:
     def foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or len(self) != len(tensors1):
             return original(self, tensors1, *args, **kwargs)
-        pairs = list(zip(self, tensors1, strict=True))
-        if any(average.dtype != value.dtype for average, value in pairs):
-            tensors1 = [value.to(average.dtype) for average, value in pairs]
-        if _is_average(*args, **kwargs):
-            _warn(_look_up(pairs), "torch._foreach_lerp_")
+        # Stock optimizers come here, too, with a thousand fp32 tensors.
+        if any(each.dtype == torch.bfloat16 for each in tensors1):
+            pairs = list(zip(self, tensors1, strict=True))
+            if _is_average(*args, **kwargs):
+                _warn(_look_up(pairs), "torch._foreach_lerp_")
+            tensors1 = [_in_dtype_of(average, value) for average, value in pairs]
         return original(self, tensors1, *args, **kwargs)
 
     return foreach_lerp_
@@ -80,8 +81,7 @@ def _moving_one(original: Any) -> Any:
     def lerp_(self: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not isinstance(end, Tensor):
             return original(self, end, *args, **kwargs)
-        if (self.dtype, end.dtype) == (torch.float32, torch.bfloat16):
-            end = end.float()
+        end = _in_dtype_of(self, end)
         if _is_average(*args, **kwargs):
             _warn(_look_up([(self, end)]), "Tensor.lerp_")
         return original(self, end, *args, **kwargs)
@@ -94,6 +94,14 @@ _REPLACEMENTS = (
     Replacement("foreach_lerp", torch, "_foreach_lerp_", _moving_many),
     Replacement("tensor_lerp", Tensor, "lerp_", _moving_one),
 )
+
+
+_NARROWING = torch.float32, torch.bfloat16
+
+
+def _in_dtype_of(average: Tensor, value: Tensor) -> Tensor:
+    """A bf16 value in fp32 if its average is; torch takes no other two dtypes either."""
+    return value.float() if (average.dtype, value.dtype) == _NARROWING else value
 
 
 def _is_average(weight: Any = None, **_: Any) -> bool:
