@@ -161,14 +161,16 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 # Buffers live as long as a kernel uses them.
 _stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
+_lock = threading.Lock()
 _NOTHING = contextlib.nullcontext()
 
 
 def _staging_of(device: torch.device) -> Staging:
-    staging = _stagings.get(device)
-    if staging is None:
-        bus: Any = bus_of(device)
-        staging = _stagings[device] = Staging(bus, device)
+    with _lock:
+        staging = _stagings.get(device)
+        if staging is None:
+            bus: Any = bus_of(device)
+            staging = _stagings[device] = Staging(bus, device)
     return staging
 
 

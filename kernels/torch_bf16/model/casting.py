@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -122,15 +123,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             dropped_from[id(t)] = dropped
         return weight
 
-    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     try:
-        # With it, torch would put new parameters into the modules, which no optimizer has.
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-        # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
-        # weights.
-        model._apply(cast)
+        with _keeping_parameters():
+            # _apply, not a loop: RNNs and sharded modules override it to repair what they derive
+            # from weights.
+            model._apply(cast)
     finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
         # Also if memory ran out half-way: a second call goes on from there.
         for key, gradient in gradient_of.items():
             changed[key].grad = gradient
@@ -157,6 +155,21 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             "first step; or use an optimizer of torch_bf16",
         )
     return model
+
+
+_conversions = threading.Lock()
+
+
+@contextmanager
+def _keeping_parameters() -> Iterator[None]:
+    """Keep torch from putting new parameters into modules, which no optimizer would have."""
+    with _conversions:  # the setting is the whole process's, and other threads may cast, too
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        try:
+            yield
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
 def refuse_uncastable(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> None:

@@ -61,7 +61,7 @@ class MovingAverages:
             elif not (memory.is_floating_point() or memory.is_complex()):
                 memory.copy_(value)
             else:
-                memory.lerp_(value.to(memory.dtype), rate)
+                memory.lerp_(value.to(memory), rate)
         made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
         if made_for != self._made_for:
             self._make(averages, copies, values)

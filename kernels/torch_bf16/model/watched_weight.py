@@ -198,7 +198,11 @@ def is_readable(weight: Tensor) -> bool:
 
 def bits_of(weight: Tensor, most: int = _COMPARED_ELEMENTS) -> Tensor:
     """int16, the bits of its first elements, ``most`` of them at most; a copy."""
-    return weight.detach().reshape(-1)[:most].view(torch.int16).clone()
+    weight = weight.detach()
+    if not weight.is_contiguous() and weight.ndim:
+        # Flattening would copy all of it.
+        weight = weight[: -(-most // max(weight[:1].numel(), 1))]
+    return weight.reshape(-1)[:most].view(torch.int16).clone()
 
 
 def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
