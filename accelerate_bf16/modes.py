@@ -147,6 +147,8 @@ class ModeName(str):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, ModeName):
+            return str.__eq__(self, other)
         return str(self) == other or other == "bf16"
 
     def __ne__(self, other: object) -> bool:

@@ -24,10 +24,16 @@ def around(reporters: list[Any]) -> list[Any]:
     """
     if not reporters and "BF16_MONITOR" not in os.environ:
         return reporters
-    return [_Figures, *reporters, _NoFigures]
+    figures = _Figures()
+    return [figures, *reporters, _NoFigures(figures)]
 
 
 class _Figures(TrainerCallback):
+    """Attributes: ``added``, the names of the figures in the logs that reporters get now."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
@@ -39,18 +45,23 @@ class _Figures(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any, optimizer: Any = None, **_: Any
     ) -> None:
+        self.added = []
         # Not in the logs of an evaluation or of the whole run, which have no "loss".
         if "loss" in logs and optimizer and in_use():
             from .monitoring import metrics_of
 
             metrics = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
             logs.update(metrics)
+            self.added = [*metrics]
             if state.log_history:
                 state.log_history[-1].update(metrics)
 
 
 class _NoFigures(TrainerCallback):
+    def __init__(self, figures: _Figures) -> None:
+        self._figures = figures
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-        if in_use():
-            for name in [name for name in logs if name.startswith("bf16/")]:
-                del logs[name]
+        # A reporter may have taken some out.
+        for name in self._figures.added:
+            logs.pop(name, None)

@@ -113,14 +113,25 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
         return mixed_precision
 
     # Accelerate's tracker for TensorBoard writes what a script configures as YAML.
-    for each in (SafeRepresenter, Representer):
-        patches.add(
-            each.yaml_representers, ModeName, lambda dumper, name: dumper.represent_str(str(name))
-        )
+    for each in _tables_of(SafeRepresenter, Representer):
+        patches.add(each, ModeName, lambda dumper, name: dumper.represent_str(str(name)))
 
     if replace_property(patches, module.Accelerator, "mixed_precision", make):
         LIVING.restore()
         patches.keep(LIVING, LIVING)
+
+
+def _tables_of(*kinds: Any) -> list[dict[Any, Any]]:
+    """How YAML represents classes: the tables of these kinds and of dumpers with their own.
+
+    A dumper has one once something was added to it, as jsonargparse adds to ``SafeDumper``.
+    """
+    waiting, tables = [*kinds], {}
+    while waiting:
+        kind = waiting.pop()
+        tables[id(kind.yaml_representers)] = kind.yaml_representers
+        waiting += kind.__subclasses__()
+    return [*tables.values()]
 
 
 @_in_our_modes

@@ -155,6 +155,38 @@ def test_free_memory_frees_what_was_watched(make_accelerator, mode, model, notes
     assert alive() is None
 
 
+@pytest.mark.parametrize("used", ["no", "bf16-fp32-master"])
+def test_figures_that_a_program_names_alike_stay_in_its_logs(tmp_path, monkeypatch, used):
+    class Overflows(TrainerCallback):
+        """Stands for a reporter that adds a figure of the program's own."""
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logs["bf16/overflows"] = 0
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", used)
+    console = Told()
+    monkeypatch.setenv("BF16_MONITOR", "1")
+    first, last = transformers.trainer.get_reporting_integration_callbacks([])
+    monkeypatch.setattr(
+        transformers.trainer,
+        "get_reporting_integration_callbacks",
+        lambda _: [first, Overflows, last],
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    Trainer(llama(), arguments, train_dataset=sequences(), callbacks=[console]).train()
+    assert [each for logs in console.logs for each in logs if each.startswith("bf16/")] == [
+        "bf16/overflows"
+    ] * len(console.logs)
+
+
 class Told(TrainerCallback):
     """Stands for what reports to a service, and for the console after it."""
 

@@ -15,6 +15,10 @@ from accelerate.state import AcceleratorState
 from launching import launched_environment
 from small_model import Model
 from transformers import TrainingArguments
+from yaml.representer import SafeRepresenter
+
+from accelerate_bf16._patches import accelerator
+from accelerate_bf16.modes import ModeName
 
 OWN = """
 import sys, torch
@@ -122,6 +126,22 @@ def test_a_parser_that_does_not_know_the_mode_says_how_to_get_it(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--mixed_precision", "bf17"])
     assert "BF16_MODE" not in capsys.readouterr().err
+
+
+def test_dumpers_to_which_something_was_added_before_write_modes_too():
+    class Dumper(yaml.SafeDumper):
+        """As jsonargparse's, to which it adds an entry: that makes a table of the dumper's own."""
+
+    Dumper.add_representer(bytes, lambda dumper, data: dumper.represent_str("bytes"))
+    tables = [*map(id, accelerator._tables_of(SafeRepresenter))]
+    assert id(Dumper.yaml_representers) in tables
+    assert tables.count(id(SafeRepresenter.yaml_representers)) == 1
+
+
+def test_modes_that_differ_are_not_equal():
+    first, second = map(ModeName, ("bf16-stochastic", "bf16-fp32-master"))
+    assert first != second
+    assert first == ModeName(first) == "bf16" == second
 
 
 def test_the_mode_equals_bf16_where_scripts_ask_for_it(make_accelerator, mode):
