@@ -15,6 +15,7 @@ from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.states import set_seen
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors, suffix_errors
+from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
 from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of
@@ -314,12 +315,14 @@ def _read(
             if state := state_dict["state"].get(key):
                 parameter, options = group["params"][position], {**group, **completed}
                 if header is None:
-                    shape, dtype = shard_of(parameter).shape, parameter.dtype
+                    shard, dtype = shard_of(parameter), parameter.dtype
                     formats = [
-                        optimizer.recipe.format_of(role, shape, dtype)
+                        optimizer.recipe.format_of(role, shard.shape, dtype)
                         for role in (FIRST_MOMENT, SECOND_MOMENT)
                     ]
-                    state = without_stale_remainders(state, formats, changes)
+                    # Nothing is lost where fp32 weights were loaded, from which masters start.
+                    lost = changes if remainders.find_remainder(shard) is None else Changes()
+                    state = without_stale_remainders(state, formats, lost)
                 else:
                     # fairseq saves all bf16 tensors as fp32.
                     state = {**state, **restored_remainders(state)}
