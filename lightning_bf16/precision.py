@@ -18,7 +18,6 @@ import torch_bf16
 from torch_bf16 import plugin_api
 
 from . import _patches
-from ._patches.fp32_outputs import to_fp32
 from ._patches.private_attributes import syncs_module_states
 
 __all__ = ["PrecisionMixin"]
@@ -175,7 +174,7 @@ class PrecisionMixin(_Base):
 
     def convert_output(self, data: Any) -> Any:
         """Outputs with bf16 tensors in fp32."""
-        return to_fp32(data)
+        return plugin_api.widen_tensors(data)
 
     def state_dict(self) -> dict[str, Any]:
         """The plugin's settings; all numbers are in the optimizers' state."""

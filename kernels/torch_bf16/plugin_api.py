@@ -22,6 +22,7 @@ from .model.cast_modules import cast_recipe
 from .model.casting import refuse_uncastable
 from .model.fp32_adapters import fp32_adapters
 from .model.kept_fp32 import fp32_parameters, matched_patterns, refuse_unmatched
+from .model.nested_tensors import widen_tensors
 from .model.unconverted import warn_unconverted
 from .optim.replaced import refuse_replaced
 from .parameters import parameters_of
@@ -45,4 +46,5 @@ __all__ = [
     "refuse_unmatched",
     "release_options",
     "warn_unconverted",
+    "widen_tensors",
 ]

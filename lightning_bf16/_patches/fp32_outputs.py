@@ -2,72 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.nn import Module
 
 from bf16_autoload import Patches
+from torch_bf16 import plugin_api
 
-__all__ = ["Fp32Outputs", "to_fp32"]
-
-
-def to_fp32(data: Any) -> Any:
-    """``data`` with its bf16 tensors in fp32, also those in dataclasses.
-
-    If there is none, this is ``data`` itself. As in Lightning, fields with ``init=False`` stay as
-    they are, unless the dataclass is frozen.
-
-    Example:
-        >>> to_fp32({"loss": torch.ones((), dtype=torch.bfloat16), "n": 3})
-        {'loss': tensor(1.), 'n': 3}
-    """
-    changes: list[bool] = []
-
-    def upcast(part: Any) -> Any:
-        if isinstance(part, _Frozen):
-            thawed = _with_fp32_fields(part)
-            changes.append(thawed is not part)
-            return thawed
-        changes.append(part.dtype == torch.bfloat16)
-        return part.float() if changes[-1] else part
-
-    converted = apply_to_collection(data, dtype=(Tensor, _Frozen), function=upcast)
-    return converted if any(changes) else data
-
-
-class _FrozenKind(type):
-    def __instancecheck__(cls, data: Any) -> bool:
-        is_instance = dataclasses.is_dataclass(data) and not isinstance(data, type)
-        return is_instance and _is_frozen(data)
-
-
-class _Frozen(metaclass=_FrozenKind):
-    """Any frozen dataclass; ``apply_to_collection`` refuses those, or leaves them as they are."""
-
-
-def _with_fp32_fields(data: Any) -> Any:
-    """A frozen dataclass with bf16 tensors in fp32; itself if there is none."""
-    values = {each.name: getattr(data, each.name) for each in dataclasses.fields(data)}
-    converted = {name: to_fp32(value) for name, value in values.items()}
-    if all(converted[name] is value for name, value in values.items()):
-        return data
-    made = copy.copy(data)
-    for name, value in converted.items():
-        object.__setattr__(made, name, value)
-    return made
+__all__ = ["Fp32Outputs"]
 
 
 def _in_place(data: Any) -> Any:
     """Convert bf16 tensors to fp32 inside ``data``, or in a copy if it cannot be modified."""
-    converted = to_fp32(data)
+    converted = plugin_api.widen_tensors(data)
+    if converted is data:
+        return data
     if dataclasses.is_dataclass(data) and not _is_frozen(data):
         for field in dataclasses.fields(data):
             value = getattr(converted, field.name)
@@ -122,7 +75,7 @@ class Fp32Outputs:
                     # one callback may then write to the outputs and another read the batch, as
                     # anomalib's do.
                     is_argument = any(outputs is each for each in (*args, *kwargs.values()))
-                    return _in_place(outputs) if is_argument else to_fp32(outputs)
+                    return _in_place(outputs) if is_argument else plugin_api.widen_tensors(outputs)
 
             self._wrappers[method] = call
         return self._wrappers[method]

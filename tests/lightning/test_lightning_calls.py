@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning_models import FABRICS, FEATURES, batches, host, make_module, make_trainer
 from torch import nn
+from torch.distributions import Normal
 
 import torch_bf16
 
@@ -236,3 +237,55 @@ def test_a_step_that_returns_its_batch_returns_that_object_in_fp32(pl, mode, kin
     module = make_module(pl, test_step=step)
     make_trainer(pl, mode, callbacks=[Callback()]).test(module, loader, verbose=False)
     assert seen == [(True, torch.float32)] * 2
+
+
+class Scored(dict):
+    """A dict that cannot be made of its items."""
+
+    def __init__(self, y):
+        super().__init__(y=y)
+
+
+def in_a_circle(y):
+    made = {"y": y}
+    made["itself"] = made
+    return made
+
+
+RETURNED = {
+    "range": (lambda y: {"y": y, "rows": range(8)}, lambda made: made["y"]),
+    "own class": (Scored, lambda made: made["y"]),
+    "circle": (in_a_circle, lambda made: made["y"]),
+    "distribution": (lambda y: Normal(y, y.exp()), lambda made: made.loc),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_a_step_returns_containers_of_any_kind_in_fp32(pl, mode, kind):
+    make, read = RETURNED[kind]
+    seen = []
+
+    def training_step(self, batch, batch_idx):
+        y = self.net(batch[0])
+        made = make(y.detach())
+        if not isinstance(made, dict):
+            return {"loss": y.float().square().mean(), "made": made}
+        made["loss"] = y.float().square().mean()
+        return made
+
+    class Callback(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+            seen.append(read(outputs.get("made", outputs)).dtype)
+
+        def on_test_batch_end(self, trainer, pl_module, outputs, *_):
+            seen.append(read(outputs).dtype)
+
+    module = make_module(
+        pl,
+        training_step=training_step,
+        test_step=lambda self, batch, batch_idx: make(self.net(batch[0])),
+    )
+    trainer = make_trainer(pl, mode, callbacks=[Callback()])
+    trainer.fit(module, batches(2))
+    trainer.test(module, batches(2), verbose=False)
+    assert seen == [torch.float32] * 4

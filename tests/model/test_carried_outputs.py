@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict
+from collections import UserDict, UserList
 from collections.abc import MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -128,6 +129,85 @@ def test_objects_that_hold_themselves_or_resist_are_returned_and_not_written(mak
     returned = net(X)
     assert type(returned) is type(net.made)
     assert (value(returned).dtype, value(net.made).dtype) == (dtype, torch.bfloat16)
+
+
+class Scored(dict):
+    """A dict that cannot be made of its items."""
+
+    def __init__(self, y, n):
+        super().__init__(y=y, n=n)
+
+
+class Pair(tuple):
+    """A tuple that cannot be made of one argument."""
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+class Slim(Pair):
+    __slots__ = ()
+
+
+def dict_in_a_circle(y):
+    made = {"y": y, "rows": range(3)}
+    made["itself"] = made
+    return made
+
+
+def list_in_a_circle(y):
+    made = [y]
+    made.append({"around": [made, made]})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda y: {"rows": range(8), "y": y}, "y"),
+        (lambda y: Scored(y, 3), "y"),
+        (lambda y: Pair(y, 3), 0),
+        (lambda y: Slim(y, 3), 0),
+        (lambda y: UserList([y, 3]), 0),
+        (lambda y: MappingProxyType({"y": y}), "y"),
+        (dict_in_a_circle, "y"),
+        (list_in_a_circle, 0),
+        (lambda y: Scored(y, list_in_a_circle(y)), "y"),
+    ],
+)
+def test_containers_of_other_classes_and_those_that_hold_themselves_are_returned(make, key):
+    net: Any = torch_bf16.carry_autocast(torch_bf16.cast_model(Returns(make)))
+    returned = net(X)
+    assert type(returned) is type(net.made)
+    assert (returned[key].dtype, net.made[key].dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_what_is_nested_too_deep_to_be_followed_is_returned_as_it_is():
+    made: Any = []
+    for _ in range(5000):
+        made = [made]
+    net: Any = torch_bf16.carry_autocast(torch_bf16.cast_model(Returns(lambda y: made)))
+    assert net(X) is made
+
+
+@pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
+def test_an_argument_that_holds_itself_reaches_every_part(compute):
+    class Passing(BodyAndHead):
+        def forward(self, x, around):
+            return self.inner(x, around=around)
+
+    class Inner(torch.nn.Linear):
+        def forward(self, x, around):
+            return super().forward(x), around
+
+    net: Any = Passing()
+    net.inner = Inner(X.shape[-1], 4)
+    recipe = torch_bf16.get_recipe("bf16-stochastic", compute=compute, keep_fp32=["inner"])
+    net = torch_bf16.carry_autocast(torch_bf16.cast_model(net, recipe), compute=compute)
+    around = dict_in_a_circle(torch.ones(2))
+    outputs, returned = net(X, around)
+    assert outputs.dtype == torch.float32
+    assert returned["itself"] is around
 
 
 def normal(y):

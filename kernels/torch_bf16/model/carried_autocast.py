@@ -40,15 +40,15 @@ def carry_autocast(model: _M, *, compute: str | None = None, **autocast: Any) ->
 
     Tensors in arguments and results are found in the containers that ``torch.utils._pytree`` knows:
     tuples, lists, dicts, tensordicts and outputs of transformers and diffusers; and in dataclasses,
-    mutable mappings and distributions of ``torch.distributions``, unless they forbid copies or
-    writes. Tensors in other objects stay bf16.
+    mappings and distributions of ``torch.distributions``, unless they forbid copies or writes.
+    Tensors in other objects stay bf16.
 
     Args:
         model: a cast model; sets ``forward`` on it and its parts. Another call changes the
             settings.
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
             instead, also those of each part that has bf16 weights of its own (there not in
-            dataclasses, mutable mappings or distributions); see :func:`torch_bf16.arithmetic`. None
+            dataclasses, mappings or distributions); see :func:`torch_bf16.arithmetic`. None
             keeps what the model carries, such as the ``"fp32"`` of a recipe that it was cast by;
             without that, ``"autocast"``.
         **autocast: settings of ``torch.autocast`` other than device and dtype.

@@ -20,8 +20,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch_bf16.errors import version_numbers
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
-from .autocast import computes_in_fp32, widen
-from .nested_tensors import map_arguments, map_tensors
+from .autocast import computes_in_fp32
+from .nested_tensors import map_arguments, map_tensors, widen_tensors
 
 __all__ = [
     "CarriedForward",
@@ -215,7 +215,7 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
     if _is_inside(carried, module):
         outputs = forward(*first, *args, **kwargs)
         widens = carried._is_outermost and carried.compute != "bf16"
-        return map_tensors(widen, outputs) if widens and has_bf16(module) else outputs
+        return widen_tensors(outputs) if widens and has_bf16(module) else outputs
     resting = _parts_at_rest(module)
     if resting is not None:
         before, _calls.at_rest = _calls.at_rest, resting
@@ -231,7 +231,7 @@ def _call(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
         # As stored: remove_parametrizations puts it where other weights are bf16.
         original: Any = next(iter(module._parameters.values()))
         return outputs.to(original.dtype) if outputs.is_floating_point() else outputs
-    return map_tensors(widen, outputs)
+    return widen_tensors(outputs)
 
 
 def _call_traced(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ def _call_traced(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -
     if carried.compute == "bf16":
         args, kwargs = map_tensors(_to_bf16, (args, kwargs))
     with arithmetic(device, carried.compute, **carried.autocast):
-        return map_tensors(widen, forward(*first, *args, **kwargs))
+        return widen_tensors(forward(*first, *args, **kwargs))
 
 
 def _as_called(carried: CarriedForward, module: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -270,7 +270,7 @@ _disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsag
 def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
     with arithmetic(device_type(carried._module()), carried.compute, **carried.autocast):
         outputs = carried.__wrapped__(*args, **kwargs)
-    return _disable(map_tensors)(widen, outputs)
+    return _disable(widen_tensors)(outputs)
 
 
 def called_through(caller: FrameType) -> tuple[Any, Any]:
