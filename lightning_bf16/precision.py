@@ -123,8 +123,8 @@ class PrecisionMixin(_Base):
         """Cast the parameters to bf16, in place; buffers and metrics keep their dtypes."""
         self.cast(module)
         self.carry_autocast(module)
-        if all(ref() is not module for ref in self._modules):
-            _patches.patches.keep(plugin_api.warn_unconverted(module, self._advice), module)
+        # Each time: a cast has set a watch of its own in the place of the last one.
+        _patches.patches.keep(plugin_api.warn_unconverted(module, self._advice), module)
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_models import MODES, TRAINERS, batches, host, loader, make_module
 from torch import nn
 from torch.nn import functional as F
 
+import lightning_bf16
 import torch_bf16
 
 
@@ -200,6 +202,28 @@ def test_an_optimizer_that_the_trainer_never_sees_is_warned_about(pl):
     module.automatic_optimization = False
     with pytest.warns(UserWarning, match="SGD steps over bfloat16.*Return it from configure_optim"):
         make_trainer(pl, "bf16-stochastic").fit(module, batches(2))
+
+
+def test_the_advice_is_the_plugins_again_after_a_fit_of_what_was_fp32_in_between(pl, mode):
+    def step(module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+
+    module = make_module(pl)
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module, batches(1))
+    module.float()
+    make_trainer(pl, plugins=[trainer.precision_plugin]).fit(module, batches(1))
+    with pytest.warns(UserWarning, match="SGD steps over bfloat16.*Return it from configure_optim"):
+        step(module)
+    lightning_bf16.unregister()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(module)
+    finally:
+        lightning_bf16.register()
 
 
 def test_a_module_without_optimizer_and_one_with_our_own_are_left_alone(pl):

@@ -151,6 +151,14 @@ def test_one_of_a_copy_is_named_once_however_many_there_are(cast, monkeypatch):
     assert len(caught) == 1
 
 
+def test_a_copy_is_named_too_after_the_model_is_watched_again(cast, monkeypatch):
+    monkeypatch.setattr(errors, "_said", set())
+    copied = copy.deepcopy(cast)
+    plugin_api.warn_unconverted(cast, "Do this.")
+    with pytest.warns(UserWarning, match="weights of a copy of a cast Linear"):
+        step(torch.optim.SGD(copied.parameters(), lr=0.1))
+
+
 def test_nothing_is_said_of_copies_that_are_converted_or_fp32(cast, monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
     converted = torch.optim.SGD(copy.deepcopy(cast).parameters(), lr=0.1)

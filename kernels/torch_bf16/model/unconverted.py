@@ -63,7 +63,8 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             # Once and for good: torch iterates over these hooks in the steps of other threads.
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
         models = {key: live for key, each in _watched.items() if (live := each.model()) is not None}
-        if numbers := sources() & {*map(id, model.parameters())}:
+        is_known = any(live is model for live in models.values())  # its copies are no one else's
+        if not is_known and (numbers := sources() & {*map(id, model.parameters())}):
             # Not those that it shares with models cast before, as a learner does with its encoder.
             others = {id(p) for each in models.values() for p in each.parameters()}
             forget_sources(numbers - others)
