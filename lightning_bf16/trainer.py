@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -48,7 +49,9 @@ class TrainerMixin(PrecisionMixin):
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
-    _trained: Sequence[Any] = ()  # optimizers of this fit, or of the last one
+    _trained: Sequence[Any] = ()  # optimizers of this fit; until it makes them, of the last one
+    # Those of the last fit, while its module lives, which may be fitted again.
+    _earlier: MutableMapping[Module, Sequence[Any]] | None = None
     _own_seed: int | None = None
 
     def convert_module(self, module: Module) -> Module:
@@ -61,6 +64,8 @@ class TrainerMixin(PrecisionMixin):
         self._outputs = Fp32Outputs(module, getattr(self, "engine_context", nullcontext))
         self._trainer = trainer if stage == "fit" else None
         self._evaluates = stage not in (None, "fit")
+        if stage == "fit" and self._earlier is not None:
+            self._trained = self._earlier.pop(module, ())
         if stage == "fit" and self._own_seed is not None:  # an earlier fit was resumed
             self.recipe = torch_bf16.get_recipe(self.recipe, seed=self._own_seed)
         super().convert_module(module)
@@ -158,10 +163,14 @@ class TrainerMixin(PrecisionMixin):
         super().load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        """End releases: after the fit a backward pass must not take steps."""
+        """End releases: after the fit a backward pass must not take steps. Let go of the module."""
         if self._trainer is not None:
             trained = map(plugin_api.parameters_of, self._trainer.optimizers)
             plugin_api.end_releases(chain.from_iterable(trained))
+        modules = self._live_modules()
+        if self._trained and modules:
+            self._earlier = weakref.WeakKeyDictionary({modules[-1]: self._trained})
+        self._trained, self._outputs, self._trainer = (), None, None
         super().teardown()
 
     train_step_context = _step_context("training_step")
@@ -170,7 +179,8 @@ class TrainerMixin(PrecisionMixin):
     predict_step_context = _step_context("predict_step")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_outputs": None, "_trainer": None, "_trained": ()}
+        held = {"_outputs": None, "_trainer": None, "_trained": (), "_earlier": None}
+        return {**super().__getstate__(), **held}
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -224,6 +226,29 @@ def test_the_advice_is_the_plugins_again_after_a_fit_of_what_was_fp32_in_between
             step(module)
     finally:
         lightning_bf16.register()
+
+
+def test_a_plugin_that_is_kept_keeps_no_module_and_a_module_goes_on_from_its_masters(pl):
+    def configure(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    module = make_module(pl, configure_optimizers=configure)
+    module.lr = 0.1
+    trainer = make_trainer(pl, "bf16-fp32-master")
+    plugin = trainer.precision_plugin
+    trainer.fit(module, batches(2))
+    exact = torch_bf16.fp32_state_dict(module, trainer.optimizers[0])
+    module.trainer, module.lr = None, 0.0
+    del trainer  # now nothing else holds the optimizer
+    gc.collect()
+    again = make_trainer(pl, plugins=[plugin])
+    again.fit(module, batches(1))
+    found = torch_bf16.fp32_state_dict(module, again.optimizers[0])
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+    kept = [weakref.ref(module), weakref.ref(again.optimizers[0])]
+    del module, again
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_a_module_without_optimizer_and_one_with_our_own_are_left_alone(pl):
