@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["BF16Monitor", "BF16Precision", "register", "unregister"]
 
 _PATCHES = "lightning_bf16._patches"
-_NEEDED = (2, 5)
+_OLDEST = (2, 5)
 _HOSTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -52,9 +52,9 @@ def register() -> None:
         >>> import lightning_bf16
         >>> lightning_bf16.register()
     """
-    versions, needed = _installed(), ".".join(map(str, _NEEDED))
+    versions, needed = _installed(), ".".join(map(str, _OLDEST))
     if not any(
-        version is None or bf16_autoload.version_numbers(version) >= _NEEDED
+        version is None or bf16_autoload.version_numbers(version) >= _OLDEST
         for version in versions.values()
     ):
         listed = (

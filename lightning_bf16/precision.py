@@ -107,7 +107,6 @@ class PrecisionMixin(_Base):
         options |= {name: value for name, value in arguments.items() if value is not None}
         self.release = plugin_api.release_options(options)
         self.recipe = torch_bf16.get_recipe(recipe, **options)
-        self.compute = self.recipe.compute
         self.release_accumulation_steps = release_accumulation_steps
         self._modules: list[weakref.ref[Module]] = []
         self._matched: set[str | type] = set()  # entries of keep_fp32 that a module has had
@@ -116,6 +115,11 @@ class PrecisionMixin(_Base):
     def mode(self) -> str:
         """Name of the recipe; ``precision`` stays ``"bf16-true"``, which the hosts know."""
         return self.recipe.name
+
+    @property
+    def compute(self) -> str:
+        """What the forward pass computes in, by the recipe."""
+        return self.recipe.compute
 
     # Methods that the hosts call.
 

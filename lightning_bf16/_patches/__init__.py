@@ -9,6 +9,7 @@ from typing import Any
 
 import torch_bf16
 from bf16_autoload import Patches, version_numbers
+from lightning_bf16 import _OLDEST
 from torch_bf16 import plugin_api
 
 from . import checkpoints, connectors, deepspeed_strategy, fabric_methods, weight_averaging
@@ -17,8 +18,6 @@ __all__ = ["REPLACED", "on_import", "patches"]
 
 patches = Patches()
 """Everything that is currently replaced."""
-
-_OLDEST = (2, 5)
 
 # The attributes in which each connector keeps the requested name and plugin.
 _trainer = functools.partial(connectors.choose, "_precision_flag", "_precision_plugin_flag")
@@ -62,7 +61,8 @@ def on_import(module: ModuleType) -> None:
         version = getattr(sys.modules.get(host), "__version__", "")
         if version_numbers(version) >= _OLDEST:
             raise
-        why = f"the modes need {host} 2.5 or newer, and this is {version or 'older'}"
+        needed = ".".join(map(str, _OLDEST))
+        why = f"the modes need {host} {needed} or newer, and this is {version or 'older'}"
         for name in ("AcceleratorConnector", "_AcceleratorConnector", "_Connector"):
             if hasattr(vars(module).get(name), "_check_and_init_precision"):
                 path = f"{name}._check_and_init_precision"
