@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -182,8 +182,8 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         preparation.cast(map(models.unwrap_model, prepared))
         for model in prepared:
             models.carry_autocast(model, accelerator, preparation.compute_for(model))
-        wrapped.update(prepared)
-        _every_wrapped.update(prepared)
+            wrapped.add(model)
+            _every_wrapped.add(model)
         return result
 
 
@@ -345,8 +345,32 @@ def _wrapped_models(accelerator: Any) -> Any:
     return accelerator.__dict__.setdefault("_bf16_wrapped", _Objects())
 
 
-class _Objects(weakref.WeakSet):
-    """A set that keeps nothing in it alive, and that can be pickled with an Accelerator."""
+class _Objects(MutableSet):
+    """A set that keeps nothing in it alive, and that can be pickled with an Accelerator.
+
+    The one added last comes last, so that all ranks agree which wrapper of a model is the newest.
+    """
+
+    def __init__(self, objects: Iterable[Any] = ()) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        for each in objects:
+            self.add(each)
+
+    def add(self, value: Any) -> None:
+        self.discard(value)
+        self._known[value] = None
+
+    def discard(self, value: Any) -> None:
+        self._known.pop(value, None)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._known
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)

@@ -8,9 +8,10 @@ import weakref
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
@@ -50,6 +51,27 @@ def test_an_accelerator_keeps_no_model_alive(make_accelerator, mode):
     del model, optimizer
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_are_set_up_on_the_newest_wrapper_of_each_model(
+    make_accelerator, mode, monkeypatch
+):
+    set_up = []
+    monkeypatch.setattr(torch_bf16, "setup_gradients", lambda each, *_: set_up.append(each))
+    accelerator, model = make_accelerator(mode), network()
+    # As among several processes, where ranks that chose differently would wait for one another.
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+    living = []
+    for number in range(20):
+        wrapper, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert isinstance(wrapper, DistributedDataParallel)
+        assert set_up[-1] is wrapper
+        if number % 3:
+            living.append(wrapper)
+        if number % 5 == 4:
+            accelerator.free_memory()
 
 
 @pytest.mark.parametrize("other", ["no", "bf16"])
