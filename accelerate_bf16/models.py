@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-__all__ = ["autocast", "carry_autocast", "is_wrapped", "sync_masters", "unwrap_model"]
+__all__ = [
+    "autocast",
+    "carry_autocast",
+    "is_wrapped",
+    "sync_masters",
+    "unwrap_compiled",
+    "unwrap_model",
+]
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -27,9 +34,19 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given: the user's own module, or a wrapper around it."""
+    while isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        model = compiled
+    return model
+
+
 def is_wrapped(model: nn.Module) -> bool:
     """Whether an Accelerator has prepared this model and put a wrapper around it."""
-    return getattr(model, "_is_accelerate_prepared", False) and unwrap_model(model) is not model
+    # A compiled module shows the marks of the one inside, which may have been prepared bare, in
+    # another mode and before it was compiled.
+    inner = unwrap_compiled(model)
+    return getattr(inner, "_is_accelerate_prepared", False) and unwrap_model(inner) is not inner
 
 
 def autocast(
@@ -55,7 +72,7 @@ def sync_masters(model: nn.Module, synced: bool) -> None:
 
     DDP sends the weights, and so does FSDP1 if ``synced``, its ``sync_module_states``, is true.
     """
-    inner = getattr(model, "_orig_mod", model)  # torch.compile is the outermost wrapper
+    inner = unwrap_compiled(model)
     flat = synced and isinstance(inner, FullyShardedDataParallel)
     if flat or isinstance(inner, DistributedDataParallel):
         torch_bf16.sync_masters(inner)

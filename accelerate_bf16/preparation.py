@@ -15,7 +15,7 @@ import torch_bf16
 from torch_bf16 import plugin_api
 
 from ._patches import patches
-from .models import is_wrapped, unwrap_model
+from .models import is_wrapped, unwrap_compiled, unwrap_model
 from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
@@ -83,7 +83,7 @@ class Preparation:
         for model in new_models:
             dtypes = {p.dtype for p in unwrap_model(model).parameters()}
             if not is_wrapped(model) or torch.bfloat16 not in dtypes:
-                refuse_wrapped(self.mode, model)
+                refuse_wrapped(self.mode, unwrap_compiled(model))
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         optimizers = list(map(unwrap_optimizer, new_optimizers))
         if homeless := set().union(*map(plugin_api.parameters_of, optimizers)):

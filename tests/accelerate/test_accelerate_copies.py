@@ -100,6 +100,23 @@ def test_a_run_that_was_continued_in_another_mode_comes_back(
     train(accelerator, model, back, 2)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_of_a_stock_run_that_is_compiled_since_trains_in_the_mode(make_accelerator, mode):
+    accelerator, model, optimizer = prepared(make_accelerator, "no")
+    train(accelerator, model, optimizer, 1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator, compiled = make_accelerator(mode), torch.compile(model, backend="eager")
+    for _ in range(2):
+        given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        compiled, optimizer = accelerator.prepare(compiled, given)
+        assert model[0].weight.dtype == torch.bfloat16
+        before = model[0].weight.clone()
+        train(accelerator, compiled, optimizer, 3)
+        assert not torch.equal(model[0].weight, before)
+        assert compiled(torch.randn(4, 8)).dtype == torch.float32
+
+
 class Distilled(nn.Module):
     """A student beside a teacher, a statistic and a base in other dtypes."""
 

@@ -16,10 +16,16 @@ from accelerate_bf16.preparation import Preparation
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_model_wrapped_in_ddp_is_refused_untouched(mode):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("by_stock", [False, True])
+def test_model_wrapped_in_ddp_is_refused_untouched(mode, compiled, by_stock):
     model = nn.Linear(2, 2)
+    wrapper = DistributedDataParallel(model)
+    if by_stock:
+        wrapper._is_accelerate_prepared = True
+    given = torch.compile(wrapper, backend="eager") if compiled else wrapper
     with pytest.raises(ValueError, match=r"DistributedDataParallel; .* Pass the bare model"):
-        Preparation(mode).run([DistributedDataParallel(model)], [])
+        Preparation(mode).run([given], [])
     assert model.weight.dtype == torch.float32
 
 
