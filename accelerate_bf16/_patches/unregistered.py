@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from typing import Any, NoReturn
 
@@ -11,6 +12,9 @@ from accelerate_bf16.modes import canonical, mode_of
 __all__ = ["LIVING", "Living"]
 
 _METHODS = ("prepare", "prepare_model", "prepare_optimizer")
+
+_TAKEN = "_bf16_taken_mode"
+"""Where the state that all Accelerators share holds the mode that it had before."""
 
 
 class Living:
@@ -25,19 +29,32 @@ class Living:
 
     def remove(self) -> None:
         """Let all refuse; ``Patches.keep`` calls this when the changes to Accelerate are undone."""
+        from accelerate.state import AcceleratorState
+
+        state = AcceleratorState._shared_state
+        mode = canonical(state.get("_mixed_precision"))
+        if mode:
+            # A new Accelerator takes its precision from there, and trains in what it says.
+            state.update({"_mixed_precision": "no", _TAKEN: mode})
+            for each in _unnamed():
+                each._bf16_named_mode = mode
+                self.add(each)
         for each in self._accelerators:
             for name in _METHODS:
                 # On the instance: the class is as it was.
                 setattr(each, name, functools.partial(_refuse, mode_of(each)))
-        from accelerate.state import AcceleratorState
-
-        # A new Accelerator takes its precision from there, and trains in what it says.
-        state = AcceleratorState._shared_state
-        if canonical(state.get("_mixed_precision")):
-            state["_mixed_precision"] = "no"
 
     def restore(self) -> None:
-        """Let all prepare again."""
+        """Let all prepare again, and a new Accelerator take the mode that the process had."""
+        from accelerate.state import AcceleratorState
+
+        state = AcceleratorState._shared_state
+        # Gone if the state was reset since.
+        mode = state.pop(_TAKEN, None)
+        if mode and state.get("_mixed_precision") == "no":
+            for each in _unnamed():  # which were made in between, and train in fp32
+                each._bf16_named_mode = "no"
+            state["_mixed_precision"] = mode
         for each in self._accelerators:
             for name in _METHODS:
                 if getattr(vars(each).get(name), "func", None) is _refuse:
@@ -45,6 +62,14 @@ class Living:
 
 
 LIVING = Living()
+
+
+def _unnamed() -> list[Any]:
+    """The Accelerators that were made while nothing of ours noted their modes."""
+    from accelerate import Accelerator
+
+    made = [each for each in gc.get_objects() if issubclass(type(each), Accelerator)]
+    return [each for each in made if "_bf16_named_mode" not in vars(each)]
 
 
 def _refuse(mode: str | None, *args: Any, **kwargs: Any) -> NoReturn:

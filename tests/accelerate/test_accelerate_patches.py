@@ -220,9 +220,17 @@ def prepared(accelerator):
 accelerator = accelerate.Accelerator(mixed_precision="bf16-stochastic", cpu=True)
 accelerate_bf16.unregister()
 print(*prepared(accelerator))
-print(*prepared(accelerate.Accelerator()))
+stock = accelerate.Accelerator()
+print(*prepared(stock))
 accelerate_bf16.register()
 print(*prepared(accelerator))
+print(*prepared(stock))
+print(*prepared(accelerate.Accelerator()))
+accelerate_bf16.unregister()
+accelerate.state.AcceleratorState._reset_state()
+stock = accelerate.Accelerator()
+accelerate_bf16.register()
+print(*prepared(accelerate.Accelerator()))
 """
 
 
@@ -234,6 +242,9 @@ def test_an_accelerator_does_not_train_in_fp32_once_its_mode_was_unregistered(
         "this Accelerator was made for mixed_precision='bf16-stochastic' torch.float32",
         "no torch.float32",
         "bf16-stochastic torch.bfloat16",
+        "no torch.float32",
+        "bf16-stochastic torch.bfloat16",
+        "no torch.float32",
     ], done.stdout + done.stderr
 
 
