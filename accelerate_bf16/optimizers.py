@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import torch_bf16
 from torch_bf16 import plugin_api
 
-__all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
+__all__ = ["converted_optimizers", "trained_models", "unwrap_optimizer"]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -31,9 +31,24 @@ def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF1
     return [ours for each in optimizers for ours in plugin_api.held_optimizers(each)]
 
 
-def trains(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer updates a parameter of a model."""
-    return not _parameters(optimizer).isdisjoint(model.parameters())
+def trained_models(
+    optimizers: Iterable[Optimizer], models: Sequence[nn.Module]
+) -> list[dict[int, nn.Module]]:
+    """For each optimizer, the models of which it updates a parameter, by their numbers.
+
+    For all at once, because a model takes long to list its parameters. Wrapping replaces some, so
+    that the answer holds only until then.
+    """
+    holders: dict[int, list[int]] = {}
+    for number, model in enumerate(models):
+        for parameter in model.parameters():
+            holders.setdefault(id(parameter), []).append(number)
+    found = []
+    for optimizer in optimizers:
+        ids = map(id, plugin_api.parameters_of(optimizer))
+        numbers = {number for each in ids for number in holders.get(each, ())}
+        found.append({number: models[number] for number in sorted(numbers)})
+    return found
 
 
 def _parameters(optimizer: Optimizer) -> set[Tensor]:

@@ -16,7 +16,7 @@ from torch_bf16 import plugin_api
 
 from ._patches import patches
 from .models import is_wrapped, unwrap_compiled, unwrap_model
-from .optimizers import converted_optimizers, trains, unwrap_optimizer
+from .optimizers import converted_optimizers, trained_models, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
@@ -169,7 +169,8 @@ class Preparation:
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers that update a parameter of a model."""
-        return [each for each in self._optimizers if trains(each, model)]
+        trained = trained_models(self._optimizers, [model])
+        return [each for each, its in zip(self._optimizers, trained, strict=True) if its]
 
     def compute_for(self, model: nn.Module) -> str:
         """The recipe's ``compute`` for a model."""
@@ -185,14 +186,14 @@ class Preparation:
         """
         release = self._options.release()
         self._newly_trained = [*self._find_newly_trained()]
+        # The last wrapper of each, the accelerator's own if it has one.
+        by_model = {id(unwrap_model(each)): each for each in (*self._other_models, *wrapped)}
         for optimizer, bare_models in self._newly_trained:
             # Of optimizers that the accelerator has freed, or of another accelerator.
             parameters = chain.from_iterable(each.parameters() for each in bare_models)
             plugin_api.end_releases(parameters, keep=self._optimizers)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
-            # The last wrapper of each, the accelerator's own if it has one.
-            by_model = {id(unwrap_model(each)): each for each in (*self._other_models, *wrapped)}
             models = [by_model[id(each)] for each in bare_models if id(each) in by_model]
             if not models:
                 continue
@@ -221,8 +222,9 @@ class Preparation:
                         "makes them bfloat16"
                     )
                 yield ours, line
-        for optimizer in self._converted:
-            if not any(trains(optimizer, each) for each in self._models):
+        of_converted = trained_models(self._converted, self._models)
+        for optimizer, its in zip(self._converted, of_converted, strict=True):
+            if not its:
                 yield (
                     optimizer,
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
@@ -239,9 +241,9 @@ class Preparation:
 
         An optimizer that the user created as ours is new, too, though nothing converts it.
         """
-        for optimizer in self._optimizers:
-            ours = plugin_api.held_optimizers(optimizer)
-            trained = [each for each in self._models if ours and trains(optimizer, each)]
+        ours = [each for each in self._optimizers if plugin_api.held_optimizers(each)]
+        for optimizer, its in zip(ours, trained_models(ours, self._models), strict=True):
+            trained = [*its.values()]
             if trained and (optimizer not in self._set_up or set(trained) & set(self._cast)):
                 yield optimizer, trained
 
@@ -253,13 +255,22 @@ class Preparation:
     def _unconverted(self) -> list[tuple[Any, nn.Module | None]]:
         """Optimizers that nothing has converted yet, with the modules that name their noise."""
         new = [each for each in self._optimizers if not plugin_api.held_optimizers(each)]
-        return [(each, self._naming_module(each)) for each in new]
+        trained = trained_models(new, self._models)
+        return [(each, _naming_module(its)) for each, its in zip(new, trained, strict=True)]
 
     def _refuse_unmatched(self) -> None:
         """Raise if an entry of ``keep_fp32`` matches in no model, and one of them is trained."""
-        trained = [each for each in self._models if self.optimizers_of(each)]
+        trainers: dict[int, list[Any]] = {number: [] for number in range(len(self._models))}
+        trained = trained_models(self._optimizers, self._models)
+        for optimizer, its in zip(self._optimizers, trained, strict=True):
+            for number in its:
+                trainers[number].append(optimizer)
         # An optimizer that the user created as ours has entries of its own.
-        recipes = {each: self._own_recipe(each) for each in trained}
+        recipes = {
+            self._models[number]: self._recipe_of(optimizers)
+            for number, optimizers in trainers.items()
+            if optimizers
+        }
         asked = {key: None for recipe in recipes.values() for key in recipe.keep_fp32}
         everywhere = torch_bf16.get_recipe(self._recipe, keep_fp32=tuple(asked))
         for model in self._models if asked else ():
@@ -267,18 +278,10 @@ class Preparation:
         for model, recipe in recipes.items():
             plugin_api.refuse_unmatched(model, recipe, self._matched)
 
-    def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
-        """A module whose parameter names key an optimizer's noise, or None."""
-        owned = {number: m for number, m in enumerate(self._models) if trains(optimizer, m)}
-        if owned.keys() <= {0}:
-            return owned.get(0)
-        # The number distinguishes two models of one class, which must not draw the same noise.
-        return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})
-
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
         """A model's recipe, with what it has of ``keep_fp32``: what no model has was refused."""
         if id(model) not in self._recipes:
-            recipe = self._own_recipe(model)
+            recipe = self._recipe_of(self.optimizers_of(model))
             keep = plugin_api.matched_patterns(model, recipe)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
             # Looked up before sharding.
@@ -286,9 +289,9 @@ class Preparation:
                 self._with_fp32_adapters.append(model)
         return self._recipes[id(model)]
 
-    def _own_recipe(self, model: nn.Module) -> torch_bf16.Recipe:
+    def _recipe_of(self, optimizers: Iterable[Any]) -> torch_bf16.Recipe:
         # An optimizer that the user created as ours keeps its recipe, and the model follows it.
-        recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
+        recipes = (each.recipe for each in converted_optimizers(optimizers))
         return next(recipes, self._recipe)
 
     def _line(self, described: torch_bf16.Description) -> str:
@@ -299,3 +302,11 @@ class Preparation:
 
 def _unique(items: Iterable) -> list:
     return list({id(item): item for item in items}.values())
+
+
+def _naming_module(trained: dict[int, nn.Module]) -> nn.Module | None:
+    """A module whose parameter names key the noise of an optimizer of these models, or None."""
+    if trained.keys() <= {0}:
+        return trained.get(0)
+    # The number distinguishes two models of one class, which must not draw the same noise.
+    return nn.ModuleDict({f"model_{number}": each for number, each in trained.items()})

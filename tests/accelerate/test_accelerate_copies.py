@@ -100,6 +100,26 @@ def test_a_run_that_was_continued_in_another_mode_comes_back(
     train(accelerator, model, back, 2)
 
 
+class Counted(nn.Linear):
+    """Counts how often its parameters are listed."""
+
+    listed = 0
+
+    def parameters(self, recurse=True):
+        self.listed += 1
+        return super().parameters(recurse)
+
+
+def test_a_model_is_looked_at_as_often_beside_many_others_as_beside_few(make_accelerator, mode):
+    accelerator, first = make_accelerator(mode), Counted(2, 2)
+    counts = []
+    for model in (first, *(nn.Linear(2, 2) for _ in range(8))):
+        before = first.listed
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        counts.append(first.listed - before)
+    assert len({*counts[1:]}) == 1, counts
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_model_of_a_stock_run_that_is_compiled_since_trains_in_the_mode(make_accelerator, mode):
     accelerator, model, optimizer = prepared(make_accelerator, "no")
