@@ -83,7 +83,8 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
 
     The whole file is checked first, then whether modules and optimizers fit; nothing is changed in
     memory unless all do. Schedulers and other parts, which only they can check, are loaded first,
-    then modules, then optimizers, in whatever order they are passed.
+    then modules, then optimizers, in whatever order they are passed. Modules that convert what they
+    load, by hooks or a method of their own, check it only then, too.
 
     Args:
         path: the file; one in which ``torch.save`` has saved a dict, as a zip file, will do.
