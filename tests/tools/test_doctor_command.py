@@ -50,6 +50,15 @@ def test_names_are_matched_without_what_wraps_the_model(prefix, tmp_path, capsys
     assert weight["unmoved"] == 0
 
 
+@pytest.mark.parametrize("order", [("generator", "critic"), ("critic", "generator")])
+def test_a_part_is_not_compared_with_another_that_has_its_names(order, tmp_path, capsys):
+    before = {f"{each}.net.weight": torch.randn(4, 4) for each in order}
+    after = {"net.weight": before["generator.net.weight"]}
+    paths = saved(tmp_path / "a.pt", before), saved(tmp_path / "b.pt", after)
+    assert cli.main(["doctor", *paths]) == 2
+    assert "no weight of the same name" in capsys.readouterr().err
+
+
 def test_what_is_not_in_both_is_told(tmp_path, capsys):
     weights = {"a": torch.ones(3), "b": torch.ones(2), "d": EIGHT_BITS, "e": EIGHT_BITS}
     before = saved(tmp_path / "a.pt", weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -240,14 +241,18 @@ def _told(notes: list[str]) -> str:
 
 
 def _match_names(before: Saved, weights: dict[str, SavedTensor]) -> dict[str, str]:
-    """Match names as they are, else without wrappers' parts, else without one side's first part."""
+    """Match names as they are, else without wrappers' parts, else without one side's first part.
+
+    Names that are alike then, such as those of a generator and a discriminator, match nothing.
+    """
     for later, earlier in (
         (str, str),
         (bare_name, bare_name),
         (_inner, bare_name),
         (bare_name, _inner),
     ):
-        short = {earlier(name): name for name in before.tensors}
+        counts = Counter(map(earlier, before.tensors))
+        short = {earlier(name): name for name in before.tensors if counts[earlier(name)] == 1}
         if found := {name: short[later(name)] for name in weights if later(name) in short}:
             return found
     return {}
