@@ -239,6 +239,17 @@ def test_an_average_that_does_not_lie_in_rows_moves_as_one_that_does():
     assert (rows - value).abs().max() < 2
 
 
+def test_averages_of_channels_last_weights_lie_in_the_order_of_kernels():
+    convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    ema, expected = EMA(convolution, 0.5), convolution.weight.detach().clone()
+    assert ema.module.weight.is_contiguous()
+    for _ in range(3):
+        with torch.no_grad():
+            convolution.weight.add_(1.0)
+        ema.update_parameters(convolution)
+    torch.testing.assert_close(ema.module.weight.detach(), expected + 2.25, atol=1e-5, rtol=0.0)
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"decay=1\.5 must be a number between 0 and 1"):
         EMA(model(), 1.5)

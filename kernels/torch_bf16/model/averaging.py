@@ -180,7 +180,8 @@ class EMA(AveragedModel):
         elif format is not None:
             for parameter in self.module.parameters():
                 if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(_DTYPES[format])
+                    # In the order of the kernels, which would copy channels_last in each update.
+                    parameter.data = parameter.data.to(_DTYPES[format]).contiguous()
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
