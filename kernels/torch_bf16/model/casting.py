@@ -157,7 +157,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     return model
 
 
-_conversions = threading.Lock()
+_conversions = threading.RLock()
 
 
 @contextmanager

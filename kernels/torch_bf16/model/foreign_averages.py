@@ -100,7 +100,7 @@ _NARROWING = torch.float32, torch.bfloat16
 
 
 def _in_dtype_of(average: Tensor, value: Tensor) -> Tensor:
-    """A bf16 value in fp32 if its average is; torch takes no other two dtypes either."""
+    """A bf16 value in fp32 if its average is; torch refuses other pairs, with or without us."""
     return value.float() if (average.dtype, value.dtype) == _NARROWING else value
 
 
