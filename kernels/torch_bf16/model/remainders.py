@@ -63,6 +63,12 @@ class _Remainder:
     placed: bool
     places: dict[tuple[int, str], ref[nn.Module]] = field(default_factory=dict)
 
+    def is_beyond_bf16(self) -> bool:
+        """Whether the weights were any that bf16 cannot hold; waits for the device."""
+        bits = self.bits
+        beyond = bits if bits.dtype == torch.int16 else bits != bits.to(torch.bfloat16)
+        return bool(beyond.any())
+
 
 _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The same, by the module that owns the parameter and its name there: ``fully_shard`` puts another
@@ -204,9 +210,7 @@ def loaded_since(shard: Shard, version: int) -> bool:
     remainder = find_remainder(shard)
     if remainder is None or not _comparable(shard, remainder):
         return False
-    bits = remainder.bits
-    beyond = bits if bits.dtype == torch.int16 else bits != bits.to(torch.bfloat16)
-    return version < remainder.version == shard.version() and bool(beyond.any())
+    return version < remainder.version == shard.version() and remainder.is_beyond_bf16()
 
 
 def _found_by_place(shard: Shard) -> bool:

@@ -321,7 +321,9 @@ def _read(
                         for role in (FIRST_MOMENT, SECOND_MOMENT)
                     ]
                     # Nothing is lost where fp32 weights were loaded, from which masters start.
-                    lost = changes if remainders.find_remainder(shard) is None else Changes()
+                    (loaded,) = remainders.find_unwritten([shard])
+                    exact = loaded is not None and loaded.is_beyond_bf16()
+                    lost = Changes() if exact else changes
                     state = without_stale_remainders(state, formats, lost)
                 else:
                     # fairseq saves all bf16 tensors as fp32.
