@@ -155,6 +155,18 @@ def test_free_memory_frees_what_was_watched(make_accelerator, mode, model, notes
     assert alive() is None
 
 
+def in_quiet(folder, **options):
+    """Arguments of a Trainer on the CPU that reports to no service."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("used", ["no", "bf16-fp32-master"])
 def test_figures_that_a_program_names_alike_stay_in_its_logs(tmp_path, monkeypatch, used):
     class Overflows(TrainerCallback):
@@ -172,15 +184,7 @@ def test_figures_that_a_program_names_alike_stay_in_its_logs(tmp_path, monkeypat
         "get_reporting_integration_callbacks",
         lambda _: [first, Overflows, last],
     )
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    arguments = in_quiet(tmp_path, max_steps=2, logging_steps=1)
     Trainer(llama(), arguments, train_dataset=sequences(), callbacks=[console]).train()
     assert [each for logs in console.logs for each in logs if each.startswith("bf16/")] == [
         "bf16/overflows"
@@ -206,16 +210,8 @@ def test_the_trainer_reports_the_figures_and_spares_the_console(tmp_path, monkey
     monkeypatch.setattr(
         transformers.trainer, "get_reporting_integration_callbacks", lambda _: between
     )
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=6,
-        logging_steps=2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        eval_strategy="steps",
-        eval_steps=3,
-        dataloader_pin_memory=False,
+    arguments = in_quiet(
+        tmp_path, max_steps=6, logging_steps=2, eval_strategy="steps", eval_steps=3
     )
     data = sequences()
     trainer = Trainer(

@@ -65,7 +65,7 @@ class WriteHistory:
         """Whether numbers that are written in place before this step are to be counted."""
         return not self.warned and (self.is_rare(step) or step < _OBSERVED_STEPS)
 
-    def is_loss(self, counted: Counted, written: WriteCounts) -> bool:
+    def add(self, counted: Counted, written: WriteCounts) -> bool:
         """Add a step's counts; returns whether a warning must say now what such writes lose."""
         if written.in_place and not self.warned_of_second_master:
             recent = [

@@ -237,7 +237,7 @@ def _warn_of_writes(optimizer: BF16Optimizer, counted: Counted) -> None:
     written = counted.counting.read()
     if written.in_place:
         _warn_of_second_master(optimizer, counted.shared)
-    if optimizer._engine.writes.is_loss(counted, written):
+    if optimizer._engine.writes.add(counted, written):
         how = (
             f"bf16 weights, {written.through_data} in all, were written through p.data between two "
             "steps"
