@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.library import Library
+
+from torch_bf16.locks import fork_safe_lock
 
 __all__ = [
     "PATCHES",
@@ -302,7 +303,7 @@ class Kernels:
 
 
 _ABSENT: Any = object()
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 _at_restore: list[Callable[[], None]] = []
 
 

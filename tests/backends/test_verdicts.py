@@ -6,7 +6,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -297,27 +296,6 @@ def test_processors_of_one_name_have_the_verdicts_of_their_features(monkeypatch)
     before = choose(CPU, "cpu").fingerprint(CPU)
     monkeypatch.setattr(codegen, "get_host_cpu_features", lambda: "+sse2,-avx2")
     assert choose(CPU, "cpu").fingerprint(CPU) != before
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_that_was_forked_during_a_trial_waits_for_nobody():
-    held, done = threading.Event(), threading.Event()
-
-    def trying():
-        with certificate._lock:
-            held.set()
-            done.wait(60)
-
-    other = threading.Thread(target=trying)
-    other.start()
-    held.wait(60)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if certificate._lock.acquire(timeout=1) else 1)
-    _, status = os.waitpid(child, 0)
-    done.set()
-    other.join(60)
-    assert status == 0
 
 
 def test_each_model_of_gpu_gets_a_verdict_of_its_own(monkeypatch):

@@ -18,8 +18,8 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 # Each row may import the rows above it. Names within one row do not know each other, but a package
 # is one name: its files may import one another. There are at most twelve rows.
 LAYERS = (
-    ("errors", "living", "memory", "numerics", "parameters", "rules", "torch_patches"),
-    ("sharding", "formats", "argument_checks"),
+    ("errors", "living", "locks", "memory", "numerics", "parameters", "rules"),
+    ("sharding", "formats", "argument_checks", "torch_patches"),
     ("recipe", "backends"),
     ("engine", "environment"),
     ("model",),
@@ -136,6 +136,18 @@ def test_optional_packages_stay_in_their_rooms(file: Path) -> None:
         rooms = ROOMS.get(module.split(".")[0])
         if rooms is not None:
             assert path.startswith(rooms), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("file", **by_path(PACKAGE_FILES))
+def test_locks_are_free_in_forked_children(file: Path) -> None:
+    made = {"threading.Lock", "threading.RLock"} & {
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    # Those of cpu/threads.py live for one call of a kernel.
+    allowed = import_path(file) in ("torch_bf16/locks.py", "torch_bf16/backends/cpu/threads.py")
+    assert bool(made) == allowed, "a lock that outlives a call is a fork_safe_lock()"
 
 
 @pytest.mark.parametrize("file", **by_path(PLUGIN_FILES))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import partial_if_begun
+from torch_bf16.locks import fork_safe_lock
 
 from .backend import Backend, Kernel
 from .bucket import Bucket
@@ -70,7 +70,7 @@ class Staging:
             for _ in range(BUFFERS)
         ]
         self._turn = 0
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._depth = 0
         self._under_way: Any = None
         self._pass = -1
@@ -161,7 +161,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 # Buffers live as long as a kernel uses them.
 _stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _NOTHING = contextlib.nullcontext()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch_bf16.backends import StepInputs
 from torch_bf16.errors import warn
 from torch_bf16.living import LivingSet
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.sharding import Shard, shard_of
 
 from .data_writes import DataWatch
@@ -138,7 +138,7 @@ class Engine:
         self.model: Callable[[], nn.Module | None] = _unknown
         self.optimizer: Callable[[], Any] = _unknown
         self.pending = Pending()
-        self.state_dicts = threading.RLock()
+        self.state_dicts = fork_safe_lock()
         self.invalidate()
 
     def begin(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+
+from torch_bf16.locks import fork_safe_lock
 
 __all__ = ["Passes"]
 
@@ -29,7 +30,7 @@ class Passes(Generic[_T]):
         # Only autograd holds the objects, in its callback for the end of the pass.
         self._running: WeakValueDictionary[int, _T] = WeakValueDictionary()
         # In a pass each device has a thread of its own.
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def __iter__(self) -> Iterator[_T]:
         return iter(list(self._running.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_bf16.locks import fork_safe_lock
 
 __all__ = ["LIMIT", "Gathering", "Group", "Waiting", "most_at_once"]
 
@@ -83,7 +84,7 @@ class Gathering:
         self._waiting: dict[int, weakref.ref[Waiting]] = {}
         self._open: dict[Hashable, Group] = {}
         # Passes of several threads may take the same group.
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
 
     def __iter__(self) -> Iterator[Group]:
         return iter({group: None for _, group, _ in self._place.values()})

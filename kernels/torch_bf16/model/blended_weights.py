@@ -10,7 +10,6 @@ belong to no module, are found among all objects of the process.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.living import LivingSet
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.torch_patches import Replacement, at_restore
 
 from .copied_weights import leave_copies, note_copy
@@ -66,7 +66,7 @@ class _Watch:
     def __init__(self) -> None:
         self.weights: list[WatchedWeight] = []
         self._optimizers: LivingSet[Any] = LivingSet()
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         # What is done at each step to come; None after the last window.
         self._steps: Iterator[WatchedWeight | None] | None = None
         self._has_warned = False

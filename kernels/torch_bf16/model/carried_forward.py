@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_bf16.errors import version_numbers
+from torch_bf16.locks import fork_safe_lock
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
 from .autocast import computes_in_fp32
@@ -51,7 +52,7 @@ class _Traced:
     def __init__(self) -> None:
         self.inside_step = False
         self._steps = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def add(self, steps: int) -> None:
         """Count a step that begins (1) or ends (-1)."""

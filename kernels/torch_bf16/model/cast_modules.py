@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.recipe import Recipe
 
 __all__ = [
@@ -47,7 +47,7 @@ class _Cast(NamedTuple):
 # By module: torch does not convert a sharded parameter that has a weak reference. By identity:
 # modules of tensordict compare element by element.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def note(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.errors import warn
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.memory import share_like
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
@@ -157,7 +157,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     return model
 
 
-_conversions = threading.RLock()
+_conversions = fork_safe_lock()
 
 
 @contextmanager

@@ -6,12 +6,13 @@ Target networks, averages, clients and the inner models of meta-learning are mad
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_bf16.locks import fork_safe_lock
 
 __all__ = ["forget_sources", "leave_copies", "note_copy", "source_of", "sources", "watched_copies"]
 
@@ -31,7 +32,7 @@ class _Copy:
 
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # A signal handler, or a finalizer, may copy weights in the middle of these functions.
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 
 
 def note_copy(copy: Tensor, source: Tensor) -> None:

@@ -6,7 +6,6 @@ weights and not from the rounded ones.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.parameters import own_parameter
 from torch_bf16.recipe import Recipe
@@ -77,7 +77,7 @@ _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
 
 # Other threads may train other models, whose remainders are in the same tables.
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 
 # The module that owns a parameter and the parameter's name there, by its id, as of the last search.
 _places: dict[int, tuple[ref[nn.Module], str]] = {}

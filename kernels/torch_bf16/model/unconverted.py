@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import warn, warn_once
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.parameters import parameters_of
 
 from .copied_weights import forget_sources, source_of, sources
@@ -24,7 +24,7 @@ __all__ = ["FOR_OTHERS", "warn_unconverted"]
 FOR_OTHERS = "_bf16_for_others"
 """Marks a hook on all optimizers that does nothing at steps of our optimizers."""
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _hooks: list[RemovableHandle] = []
 _watched: OrderedDict[int, _Watched] = OrderedDict()
 _ADVICE_FOR_LBFGS = (

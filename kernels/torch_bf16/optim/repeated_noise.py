@@ -7,7 +7,6 @@ and their errors add up instead of averaging out.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from torch_bf16.engine.member import Member
 from torch_bf16.errors import warn_once, with_article
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.model.watched_weight import bits_of, is_readable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Beginning(NamedTuple):
     seeds: set[int]
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 # By a weight's id and name, one training: each beginning where the one before had moved the weight.
 # Not by weak references, because torch swaps no tensors that have some; a weight that has the id of
 # another one is unlike it, or begins where that one did.

@@ -6,7 +6,6 @@ Each is parameter 0 of its optimizer then, and its position is all that keys its
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.member import Member
 from torch_bf16.errors import warn_once
+from torch_bf16.locks import fork_safe_lock
 from torch_bf16.model.cast_modules import cast_models
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SEARCHED = 64
 
 # Engines of optimizers with one weight without a name: the weight's id and the seed.
 _single: WeakKeyDictionary[Engine, tuple[int, int]] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def warn_if_shared(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:

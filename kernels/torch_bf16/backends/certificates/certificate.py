@@ -7,8 +7,6 @@ oracle. Ranks need not agree: backends that pass have the same bits.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,6 +23,7 @@ from torch_bf16.backends.inputs import StepInputs
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.backends.subnormals import subnormals_kept
 from torch_bf16.errors import described
+from torch_bf16.locks import fork_safe_lock
 
 from .digests import expected, key_of
 from .sums import wrong_sum
@@ -47,17 +46,7 @@ class _NotRun(Exception):
     """A trial that could not be completed: there is no compiler, say, or no space on disk."""
 
 
-_lock = threading.RLock()
-
-
-def _unlock_in_child() -> None:
-    global _lock
-    # Whichever thread held it when the process was forked is not in the child.
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_unlock_in_child)
+_lock = fork_safe_lock()
 
 _known: dict[tuple[str, str, torch.device], str | None] = {}
 
