@@ -96,9 +96,12 @@ class _Watch:
                 return None
             try:
                 return next(self._steps, None)
-            except BaseException:
+            except BaseException as error:
                 # As an interrupt while the device was waited for: the iterator has ended.
                 self._begin()
+                # The step may need less memory than this.
+                if isinstance(error, torch.OutOfMemoryError):
+                    return None
                 raise
 
     def exempt(self, module: nn.Module) -> None:

@@ -18,6 +18,10 @@ from .watched_weight import WatchedWeight, is_comparable
 
 __all__ = ["never_trained", "trained_by", "untrained"]
 
+# How many copies of a weight are watched: a pool of snapshots grows without end, and an average is
+# made before them, or was just made.
+_FIRST, _LAST = 4, 4
+
 
 def trained_by(optimizers: Iterable[Any]) -> Iterator[Tensor]:
     """The parameters that optimizers have stepped; a target may be in their groups, too."""
@@ -31,7 +35,7 @@ def trained_by(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def untrained(trained: Container[int]) -> Iterator[WatchedWeight]:
-    """The bf16 matrices of cast models and of their copies that are not trained.
+    """The bf16 matrices of cast models that are not trained, and of their first and last copies.
 
     Args:
         trained: the ids of those that are.
@@ -42,9 +46,13 @@ def untrained(trained: Container[int]) -> Iterator[WatchedWeight]:
         if id(weight) not in trained and is_comparable(weight):
             get = functools.partial(_parameter_of, weakref.ref(owner), own_name, id(weight))
             yield WatchedWeight.of(weight, name, "in the model", get)
+    copies: dict[int, list[Tensor]] = {}
     for copy, source in watched_copies():
         if source in named and id(copy) not in trained and is_comparable(copy):
-            name, followed = named[source]
+            copies.setdefault(source, []).append(copy)
+    for source, those in copies.items():
+        name, followed = named[source]
+        for copy in those[:_FIRST] + those[_FIRST:][-_LAST:]:
             yield WatchedWeight.of(copy, name, "copy", weakref.ref(copy), followed)
 
 
