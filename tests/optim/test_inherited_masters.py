@@ -44,6 +44,19 @@ def recipe(request):
     return RECIPES[request.param]
 
 
+def test_an_inherited_master_half_way_between_two_bf16_numbers_is_read_exactly():
+    model = torch_bf16.cast_model(nn.Linear(4, 1, bias=False), RECIPES["bf16+fp32"])
+    first = make(model, RECIPES["bf16+fp32"])
+    # Rounded to even the first goes down, away from zero up: formats differ in it.
+    halves = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.75]])
+    first.set_exact_weight(model.weight, halves)
+    second = make(model, RECIPES["bf16+fp32"])
+    assert torch.equal(second.exact_weight(model.weight), halves)
+    model.weight.grad = torch.zeros_like(model.weight)
+    second.step()
+    assert torch.equal(second.exact_weight(model.weight), halves)
+
+
 def cast(recipe):
     torch.manual_seed(0)
     return torch_bf16.cast_model(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), recipe)

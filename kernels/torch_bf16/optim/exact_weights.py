@@ -60,15 +60,18 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     visible = shard.memory.contiguous()
     state = dict.get(optimizer.state, parameter, {})
     state = without_remainders(optimizer, shard, state)
-    masters = masters_in(state)
-    if not masters and (known := remainders.second_plane(shard, torch.int16)) is not None:
-        masters = {"remainder16": known}
-    format_ = stored_format(masters, "") if masters else None
-    if format_ is None:
+    masters: dict[str, Any] = masters_in(state)
+    if masters:
+        format_ = stored_format(masters, "")
+    else:
+        # What the first step makes of the bits that wait for it.
+        format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
+        waiting = zip(format_.plane_names("")[1:], format_.planes[1:], strict=True)
+        masters = {key: remainders.second_plane(shard, plane.dtype) for key, plane in waiting}
+    if format_ is None or any(each is None for each in masters.values()):
         return shard.place(visible.float())
     beside = fetch([masters[key] for key in format_.plane_names("")[1:]], visible.device)
-    planes = [visible, *beside]
-    return shard.place(format_.decode(planes))
+    return shard.place(format_.decode([visible, *beside]))
 
 
 def find_and_write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
