@@ -21,13 +21,8 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from random_steps import NAMES, RandomSteps
 from random_writes import lower_bytes, numbers, write
 from torch import Tensor, nn
 
@@ -40,19 +35,23 @@ OURS = {
     "AMSGrad": (torch_bf16.AdamW, {"amsgrad": True}),
     "cautious AdamW": (torch_bf16.AdamW, {"cautious": True}),
     "NAdam": (torch_bf16.NAdam, {}),
+    "RAdam": (torch_bf16.RAdam, {}),
+    "AdamWScheduleFree": (torch_bf16.AdamWScheduleFree, {}),
+    "SGDScheduleFree": (torch_bf16.SGDScheduleFree, {}),
     "ADOPT": (torch_bf16.ADOPT, {}),
     "Adagrad": (torch_bf16.Adagrad, {}),
     "RMSprop": (torch_bf16.RMSprop, {"centered": True, "momentum": 0.9}),
     "SGD": (torch_bf16.SGD, {"momentum": 0.9}),
     "Lion": (torch_bf16.Lion, {}),
     "Adafactor": (torch_bf16.Adafactor, {}),
+    "Muon": (torch_bf16.Muon, {}),
 }
 CONVERTED = {
     "Adamax": (torch.optim.Adamax, {}),
     "ASGD": (torch.optim.ASGD, {}),
     "Rprop": (torch.optim.Rprop, {}),
 }
-CANNOT_RELEASE = {"Adafactor", *CONVERTED}
+CANNOT_RELEASE = {"Adafactor", "Muon", *CONVERTED}
 RECIPES = {
     "master": get_recipe("bf16-fp32-master"),
     "fp32 beside": get_recipe("bf16-fp32-master", weights="bf16+fp32"),
@@ -78,10 +77,7 @@ class Net(nn.Module):
                 parameter.copy_(numbers(parameter, number))
 
 
-NAMES = ["embedding", "matrix", "large", "conv", "bias", "scale", "late"]
-
-
-class RandomPrograms(RuleBasedStateMachine):
+class RandomPrograms(RandomSteps):
     """Hypothesis calls the rules in any order, and prints the shortest program that fails."""
 
     optimizers: tuple[str, ...] = (*OURS, *CONVERTED)
@@ -109,79 +105,20 @@ class RandomPrograms(RuleBasedStateMachine):
     def _optimizer_of(self, net: nn.Module, backend: str) -> Any:
         kind, options = {**OURS, **CONVERTED}[self.optimizer_name]
         *named, late = [(name, getattr(net, name)) for name in NAMES]
-        groups = [[each for each in named if (each[1].ndim > 1) is flag] for flag in (True, False)]
+        groups = [[each for each in named if (each[1].ndim == 2) is flag] for flag in (True, False)]
         if self.joined:
             groups.append([late])
         if not self.named:
             groups = [[p for _, p in group] for group in groups]
         recipe, options = get_recipe(self.recipe, backend=backend), {"lr": 0.01, **options}
         groups = [{"params": group} for group in groups]
+        if self.optimizer_name == "Muon":
+            groups[1]["use_muon"] = False
         if self.optimizer_name in CONVERTED:
             return torch_bf16.convert(kind(groups, **options), recipe)
         return kind(groups, recipe=recipe, **options)
 
-    def _both(self) -> tuple[tuple[nn.Module, Any], ...]:
-        return (self.net, self.optimizer), (self.twin, self.twin_optimizer)
-
-    def _pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        names = NAMES if self.joined else NAMES[:-1]
-        return {name: (getattr(self.net, name), getattr(self.twin, name)) for name in names}
-
-    # What both do.
-
-    @rule(
-        without=st.sets(st.sampled_from(NAMES), max_size=3),
-        size=st.sampled_from([1e-6, 1e-2, 10.0]),
-        scale=st.sampled_from([1.0, 1.0, 0.5]),
-        skip=st.sampled_from([False, False, True]),
-    )
-    def step(self, without: set[str], size: float, scale: float, skip: bool) -> None:
-        self.steps += 1
-        made = {
-            name: (numbers(ours, self.steps) * size).to(BF16)
-            for name, (ours, _) in self._pairs().items()
-            if name not in without and ours.requires_grad
-        }
-        released = self.release is not None
-        for net, optimizer in self._both():
-            optimizer.zero_grad()
-            gradients = {getattr(net, name): each for name, each in made.items()}
-            if released and net is self.net:
-                if gradients:
-                    sum((p * each.to(p)).sum().float() for p, each in gradients.items()).backward()
-            else:
-                for parameter, each in gradients.items():
-                    parameter.grad = each.to(parameter)
-                if not released:
-                    optimizer.scale_next_step(scale)
-                    optimizer.skip_next_step_where(torch.tensor(float(skip)))
-            optimizer.step()
-        self.stepped = self.stepped or not (skip or without)
-
-    def _step_all(self) -> None:
-        """A step of all, after which writes are seen number by number."""
-        both = [each for pair in self._pairs().values() for each in pair]
-        frozen = [each for each in both if not each.requires_grad]
-        for each in frozen:
-            each.requires_grad_()
-        self.stepped = self.written = False
-        self.step(set(), 1e-2, 1.0, False)
-        for each in frozen:
-            each.requires_grad_(False)
-
-    def _step_since_loading(self) -> None:
-        if not self.stepped:
-            self._step_all()
-
-    @rule(group=st.integers(0, 1), lr=st.sampled_from([1e-4, 0.05]))
-    def set_learning_rate(self, group: int, lr: float) -> None:
-        for each in (self.optimizer, self.twin_optimizer):
-            each.param_groups[group]["lr"] = lr
-
-    @rule(name=st.sampled_from(NAMES), trains=st.booleans())
-    def freeze(self, name: str, trains: bool) -> None:
-        for net in (self.net, self.twin):
-            getattr(net, name).requires_grad_(trains).grad = None
+    # What both do besides their steps.
 
     @precondition(lambda self: not self.joined and self.release is None)
     @rule()
@@ -207,6 +144,16 @@ class RandomPrograms(RuleBasedStateMachine):
             net.load_state_dict({name: numbers(net.get_parameter(name), self.steps)}, strict=False)
         # Until the next step, a write drops what was loaded.
         self.stepped = False
+
+    @precondition(lambda self: self.release is None)
+    @rule(factor=st.sampled_from([0.5, 0.9]))
+    def shrink(self, factor: float) -> None:
+        self._step_since_loading()
+        for net, optimizer in self._both():
+            with torch_bf16.exact_weights(net, optimizer), torch.no_grad():
+                for name in self._pairs():
+                    getattr(net, name).mul_(factor)
+        self._step_all()
 
     @precondition(lambda self: self.release is None)
     @rule(
@@ -297,6 +244,24 @@ class RandomPrograms(RuleBasedStateMachine):
                 self._make_anew()
                 self.net.load_state_dict(state_dicts["model"])
                 self.optimizer.load_state_dict(state_dicts["optimizer"])
+        self.stepped = False
+
+    @precondition(lambda self: self.exact and self.release is None)
+    @rule(recipe=st.sampled_from(sorted(EXACT)), in_fp32=st.booleans())
+    def change_recipe(self, recipe: str, in_fp32: bool) -> None:
+        if self.written:
+            self._step_all()
+        # Planes are recoded beside the bf16 weight, which two formats round unlike at a tie.
+        if in_fp32 or recipe != self.recipe_name:
+            weights = torch_bf16.fp32_state_dict(self.net, self.optimizer)
+            states = torch_bf16.fp32_optimizer_state_dict(self.optimizer)
+        else:
+            weights = copy.deepcopy(self.net.state_dict())
+            states = copy.deepcopy(self.optimizer.state_dict())
+        self.recipe_name, self.recipe = recipe, RECIPES[recipe]
+        self._make_anew()
+        self.net.load_state_dict(weights)
+        self.optimizer.load_state_dict(states)
         self.stepped = False
 
     @precondition(lambda self: self.release is None)
