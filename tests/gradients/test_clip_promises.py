@@ -142,6 +142,25 @@ def test_gradients_that_replaced_the_clipped_ones_are_not_scaled_and_that_is_sai
     assert_moved(parameters, 1.0)
 
 
+def test_a_second_step_on_clipped_gradients_scales_them_as_well(recwarn):
+    parameters, optimizer = run()
+    for norm in (8.0, 8.0):  # each clip is of the gradients as they are
+        torch.testing.assert_close(torch_bf16.clip_next_step(optimizer, 1.0), torch.tensor(norm))
+        optimizer.step()
+    optimizer.step()
+    assert_moved(parameters, 0.75)
+    give(parameters, 0.5)
+    optimizer.step()
+    assert_moved(parameters, 1.25)
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad += 1.0
+    optimizer.step()
+    assert_moved(parameters, 3.0)
+    assert not recwarn
+
+
 def test_gradients_that_another_backward_added_to_are_not_scaled_by_half_of_them():
     parameters, optimizer = run()
     torch_bf16.clip_next_step(optimizer, 1.0)

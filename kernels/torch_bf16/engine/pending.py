@@ -49,7 +49,8 @@ class _Clipped:
 class Pending:
     """Requests to the next step, and the number of steps that were skipped.
 
-    Those of clips are for the gradients that were clipped, and lapse with them.
+    Those of clips are for the gradients that were clipped, and lapse with them. A further step on
+    the same gradients scales them, too, as if they had been clipped in place.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Pending:
         self._clipped: _Clipped | None = None
         self._nonfinite: Tensor | None = None  # whether a clip found no finite norm
         self._found_inf: Tensor | None = None  # the user's own request
+        self._read: tuple[float | Tensor, _Clipped] | None = None  # by the last step
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
@@ -67,6 +69,13 @@ class Pending:
     def lapse(self) -> None:
         """Cancel what clips have requested, for gradients that are gone."""
         self.coefficient, self._nonfinite, self._clipped = 1.0, None, None
+        self._read = None
+
+    def note_step(self) -> None:
+        """Cancel all requests; only a further step on the gradients that were clipped scales."""
+        read = None if self._clipped is None else (self.coefficient, self._clipped)
+        self.reset()
+        self._read = read
 
     def scale(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient``.
@@ -150,21 +159,32 @@ class Pending:
             optimizer: the optimizer that steps; ``GradScaler`` sets attributes of it.
             parameters: all that may have a gradient.
         """
+        were_read = self._take_up()
         if not self.settle(parameters):
             self.lapse()
-            warn(
-                "gradients were clipped and then replaced or written before a step read them, for "
-                "example by model.zero_grad(), p.grad = None or another backward(): this step "
-                "scales nothing, and their norm skips nothing. Clip after the last backward() "
-                "before the step, and call torch_bf16.scale_gradients(optimizer) before you write "
-                "them yourself",
-            )
+            if not were_read:
+                warn(
+                    "gradients were clipped and then replaced or written before a step read them, "
+                    "for example by model.zero_grad(), p.grad = None or another backward(): this "
+                    "step scales nothing, and their norm skips nothing. Clip after the last "
+                    "backward() before the step, and call torch_bf16.scale_gradients(optimizer) "
+                    "before you write them yourself",
+                )
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         requests = [each for each in (self._nonfinite, self._found_inf) if each is not None]
         if requests:
             requests += [] if found_inf is None else [found_inf]
             found_inf = _any(requests)
         return StepInputs(self.coefficient, grad_scale, found_inf)
+
+    def _take_up(self) -> bool:
+        """Scale as the last step did, unless there is a newer request."""
+        read, self._read = self._read, None
+        scaled = isinstance(self.coefficient, Tensor) or self.coefficient != 1.0
+        if read is None or scaled or self._clipped is not None:
+            return False
+        self.coefficient, self._clipped = read
+        return True
 
     def forget_skipped(self) -> None:
         """Count skipped steps from 0."""

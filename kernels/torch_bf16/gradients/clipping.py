@@ -170,12 +170,12 @@ def clip_next_step(
     """Let the next steps see gradients whose common 2-norm is at most ``max_norm``.
 
     If the parameters include all that have gradients in one of our optimizers, its next step
-    multiplies gradients as it reads them, and ``.grad`` stays as it is; if ``.grad`` is replaced or
-    written before the step, the step warns and scales nothing. Other gradients are scaled in place:
-    those of only some of an optimizer's parameters, of parameters that several optimizers own, and
-    of another library's optimizers. So are those that were clipped if others come before the step.
-    Scaling that ``scale_next_step`` or an earlier clip since the last backward pass has requested
-    counts as done.
+    multiplies gradients as it reads them, and so does a further step on the same ones; ``.grad``
+    stays as it is. If ``.grad`` is replaced or written before the step, the step warns and scales
+    nothing. Other gradients are scaled in place: those of only some of an optimizer's parameters,
+    of parameters that several optimizers own, and of another library's optimizers. So are those
+    that were clipped if others come before the step. Scaling that ``scale_next_step`` or an earlier
+    clip since the last backward pass has requested counts as done.
 
     Args:
         optimizers: one or several.

@@ -170,7 +170,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 engine.plan = self._update(setting.parameters, engine.plan, setting, inputs)
             engine.last_norm = None
         self._count(inputs)
-        engine.pending.reset()
+        engine.pending.note_step()
         return loss
 
     def _count(self, inputs: StepInputs) -> None:
