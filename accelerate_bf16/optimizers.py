@@ -41,7 +41,7 @@ def trained_models(
     """
     holders: dict[int, list[int]] = {}
     for number, model in enumerate(models):
-        for parameter in model.parameters():
+        for parameter in plugin_api.parameters_in(model):
             holders.setdefault(id(parameter), []).append(number)
     found = []
     for optimizer in optimizers:

@@ -81,16 +81,16 @@ class Preparation:
     def take(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Take note of what is prepared, or refuse it; nothing of it is changed."""
         for model in new_models:
-            dtypes = {p.dtype for p in unwrap_model(model).parameters()}
+            dtypes = {p.dtype for p in plugin_api.parameters_in(unwrap_model(model))}
             if not is_wrapped(model) or torch.bfloat16 not in dtypes:
                 refuse_wrapped(self.mode, unwrap_compiled(model))
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         optimizers = list(map(unwrap_optimizer, new_optimizers))
         if homeless := set().union(*map(plugin_api.parameters_of, optimizers)):
-            homeless.difference_update(*(each.parameters() for each in self._models))
+            homeless.difference_update(*(plugin_api.parameters_in(each) for each in self._models))
         if homeless:
             others = map(unwrap_model, self._other_models)
-            found = [each for each in others if not homeless.isdisjoint(each.parameters())]
+            found = [m for m in others if not homeless.isdisjoint(plugin_api.parameters_in(m))]
             self._models = _unique([*self._models, *found])
         self._optimizers = _unique([*self._optimizers, *optimizers])
         self._refuse_unmatched()
@@ -110,7 +110,7 @@ class Preparation:
         """Cast models, the last part of :meth:`run`."""
         for model in self._uncast(new_models):
             was_prepared = getattr(model, "_is_accelerate_prepared", False)
-            dtypes = [p.dtype for p in model.parameters()]
+            dtypes = [p.dtype for p in plugin_api.parameters_in(model)]
             torch_bf16.cast_model(model, self._recipe_for(model))
             patches.keep(
                 plugin_api.warn_unconverted(
@@ -120,7 +120,7 @@ class Preparation:
                 ),
                 model,
             )
-            if not was_prepared or dtypes != [p.dtype for p in model.parameters()]:
+            if not was_prepared or dtypes != [p.dtype for p in plugin_api.parameters_in(model)]:
                 self._cast.append(model)
 
     def cast_before_loading(self, model: nn.Module) -> None:
@@ -128,7 +128,8 @@ class Preparation:
 
         A model without bf16 weights loads them exactly as it is. Nothing is reported or converted.
         """
-        if any(p.dtype == torch.bfloat16 for p in model.parameters()) and not is_wrapped(model):
+        dtypes = {p.dtype for p in plugin_api.parameters_in(model)}
+        if torch.bfloat16 in dtypes and not is_wrapped(model):
             bare = unwrap_model(model)
             torch_bf16.cast_model(bare, self._recipe_for(bare))
 
@@ -190,7 +191,7 @@ class Preparation:
         by_model = {id(unwrap_model(each)): each for each in (*self._other_models, *wrapped)}
         for optimizer, bare_models in self._newly_trained:
             # Of optimizers that the accelerator has freed, or of another accelerator.
-            parameters = chain.from_iterable(each.parameters() for each in bare_models)
+            parameters = chain.from_iterable(plugin_api.parameters_in(each) for each in bare_models)
             plugin_api.end_releases(parameters, keep=self._optimizers)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
@@ -211,7 +212,7 @@ class Preparation:
         """
         for engine in self._engines:
             yield engine, self._line(torch_bf16.describe(engine.module, engine.optimizer.optimizer))
-        untrained = [each for each in self._cast if any(True for _ in each.parameters())]
+        untrained = [m for m in self._cast if any(True for _ in plugin_api.parameters_in(m))]
         for optimizer, trained in self._newly_trained:
             untrained = [each for each in untrained if each not in trained]
             for ours in plugin_api.held_optimizers(optimizer):
@@ -233,7 +234,7 @@ class Preparation:
         for model in untrained:
             # A reference model, for example, which has neither moments nor gradients.
             described = replace(torch_bf16.describe(model, self._recipe), trained=0)
-            frozen = not any(each.requires_grad for each in model.parameters())
+            frozen = not any(each.requires_grad for each in plugin_api.parameters_in(model))
             yield model, self._line(described) + (", frozen" if frozen else ", no optimizer yet")
 
     def _find_newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bf16 import plugin_api
+
 __all__ = ["fp32_groups", "policy"]
 
 
@@ -35,7 +37,7 @@ def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -
     """The outermost modules of an unsharded model whose parameters all stay in fp32."""
     staying = {id(p) for p in fp32.values()}
     groups = list(_outermost(model, staying))
-    inside = {id(p) for group in groups for p in group.parameters()}
+    inside = {id(p) for group in groups for p in plugin_api.parameters_in(group)}
     for name, parameter in fp32.items():
         if id(parameter) not in inside:
             raise NotImplementedError(
@@ -48,7 +50,7 @@ def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -
 
 
 def _outermost(module: nn.Module, staying: set[int]) -> Iterator[nn.Module]:
-    ids = [id(p) for p in module.parameters()]
+    ids = [id(p) for p in plugin_api.parameters_in(module)]
     # A container is never called, so nothing would gather its parameters.
     callable_ = type(module).forward is not nn.Module.forward
     if ids and callable_ and staying.issuperset(ids):

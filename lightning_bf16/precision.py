@@ -267,7 +267,8 @@ class PrecisionMixin(_Base):
         ours = [*chain(*map(plugin_api.held_optimizers, optimizers))]
         for optimizer in ours:
             own = plugin_api.parameters_of(optimizer)
-            modules = [m for m in self._live_modules() if not {*own}.isdisjoint(m.parameters())]
+            live = self._live_modules()
+            modules = [m for m in live if not {*own}.isdisjoint(plugin_api.parameters_in(m))]
             if modules:
                 # Of several, each counts its own parameters; one counts the frozen ones, too.
                 described = [ParameterList(own)] if len(ours) > 1 else modules
@@ -345,10 +346,10 @@ class PrecisionMixin(_Base):
 
     def _device_type(self) -> str:
         for module in reversed(self._live_modules()):
-            for parameter in module.parameters():
+            for parameter in plugin_api.parameters_in(module):
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
-    return set(plugin_api.parameters_of(optimizer)) <= set(module.parameters())
+    return set(plugin_api.parameters_of(optimizer)) <= set(plugin_api.parameters_in(module))

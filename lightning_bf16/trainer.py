@@ -60,7 +60,7 @@ class TrainerMixin(PrecisionMixin):
         stage = None if trainer is None or trainer.state.fn is None else trainer.state.fn.value
         if self.release is not None and stage == "fit":
             _check_trainer(trainer)
-        before = [p.dtype for p in module.parameters()]
+        before = [p.dtype for p in plugin_api.parameters_in(module)]
         self._outputs = Fp32Outputs(module, getattr(self, "engine_context", nullcontext))
         self._trainer = trainer if stage == "fit" else None
         self._evaluates = stage not in (None, "fit")
@@ -73,7 +73,7 @@ class TrainerMixin(PrecisionMixin):
             cast_lottery_tickets(trainer)
         if stage == "fit":
             widen_averages(trainer)
-        if self._evaluates and before != [p.dtype for p in module.parameters()]:
+        if self._evaluates and before != [p.dtype for p in plugin_api.parameters_in(module)]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
                 "place, and they stay so; pass copy.deepcopy(model) to keep the fp32 ones"

@@ -1,12 +1,13 @@
-"""The parameters of an optimizer, and one of a module."""
+"""The parameters of an optimizer, of a module, and one of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["own_parameter", "parameters_of"]
+__all__ = ["own_parameter", "parameters_in", "parameters_of"]
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -21,6 +22,19 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
         2
     """
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters of a module, as a cast sees them, whatever its class lists itself.
+
+    The ``parameters`` of some classes leave out what another optimizer trains, such as the
+    discriminator of a tokenizer.
+
+    Example:
+        >>> len([*parameters_in(torch.nn.Linear(4, 4))])
+        2
+    """
+    return nn.Module.parameters(module)
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -25,7 +25,7 @@ from .model.kept_fp32 import fp32_parameters, matched_patterns, refuse_unmatched
 from .model.nested_tensors import widen_tensors
 from .model.unconverted import warn_unconverted
 from .optim.replaced import refuse_replaced
-from .parameters import parameters_of
+from .parameters import parameters_in, parameters_of
 
 __all__ = [
     "cast_recipe",
@@ -38,6 +38,7 @@ __all__ = [
     "mode_from_environment",
     "monitor_from_environment",
     "options_from_environment",
+    "parameters_in",
     "parameters_of",
     "refuse_released",
     "refuse_replaced",

@@ -20,7 +20,7 @@ from .model.casting import cast_model
 from .model.kept_fp32 import fp32_parameters
 from .optim.optimizer import BF16Optimizer
 from .optim.replaced import refuse_replaced
-from .parameters import parameters_of
+from .parameters import parameters_in, parameters_of
 from .recipe import Recipe, get_recipe
 
 __all__ = ["prepare"]
@@ -112,7 +112,7 @@ def prepare(
             "was changed"
         )
     check_backend(backend)
-    own = {id(parameter) for parameter in model.parameters()}
+    own = {id(parameter) for parameter in parameters_in(model)}
     for each in optimizers:
         if own.isdisjoint(map(id, parameters_of(each))):
             raise ValueError(

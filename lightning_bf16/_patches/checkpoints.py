@@ -9,6 +9,7 @@ import torch
 
 import torch_bf16
 from lightning_bf16 import precision
+from torch_bf16 import plugin_api
 
 from .private_attributes import widen_averages
 from .weight_averaging import trained_weights
@@ -43,7 +44,7 @@ def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
     def _load_model_state_dict(strategy: Any, *args: Any, **kwargs: Any) -> None:
         plugin, module = strategy.precision_plugin, strategy.lightning_module
         ours = isinstance(plugin, precision.PrecisionMixin) and module.trainer.state.fn == "fit"
-        if ours and any(p.dtype == torch.bfloat16 for p in module.parameters()):
+        if ours and any(p.dtype == torch.bfloat16 for p in plugin_api.parameters_in(module)):
             plugin.cast(module)
             widen_averages(module.trainer)
         original(strategy, *args, **kwargs)

@@ -106,7 +106,7 @@ def _add_module(fabric: Any, plugin: Any, module: Any, optimizers: Iterable[Any]
 
 def _trained(module: Module, optimizers: Iterable[Any]) -> list[Any]:
     """The optimizers that train a parameter of a module."""
-    own = set(module.parameters())
+    own = set(plugin_api.parameters_in(module))
     return [e for e in optimizers if not own.isdisjoint(plugin_api.parameters_of(e))]
 
 

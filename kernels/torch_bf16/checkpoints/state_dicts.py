@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for, optimizers_for, owners, warn_of_left_out
 from torch_bf16.memory import span
+from torch_bf16.parameters import parameters_in
 from torch_bf16.sharding import any_flattened, local, reshard, units
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import fp32_numbers, from_view
@@ -45,7 +46,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
     """
     check_module("fp32_state_dict", model)
     ours = optimizers_for("fp32_state_dict", optimizers)
-    if any_flattened(model.parameters()):
+    if any_flattened(parameters_in(model)):
         raise NotImplementedError(
             "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
             "flattened: its weights are in pieces on all ranks. Gather {'model': "

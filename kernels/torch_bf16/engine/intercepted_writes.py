@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import distributed
 
 from torch_bf16.errors import warn_once
+from torch_bf16.parameters import parameters_in
 from torch_bf16.torch_patches import Replacement
 
 __all__ = ["Observer", "intercept", "observe"]
@@ -106,7 +107,7 @@ def _intercepting_syncs(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        observers = [each for p in module.parameters() for each in _observers.get(id(p), ())]
+        observers = [each for p in parameters_in(module) for each in _observers.get(id(p), ())]
         before = []
         for each in observers:
             each.touch()

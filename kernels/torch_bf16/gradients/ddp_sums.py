@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_bf16.parameters import parameters_in
+
 from .backward import Passes
 from .ddp_hook import Reducer, ddp_modules, hook_holder
 from .hooked_parameters import weakly
@@ -78,7 +80,7 @@ class Fp32Reduction(Reducer):
 
     def __init__(self, module: DistributedDataParallel) -> None:
         super().__init__(module)
-        self._parameters = set(module.parameters())
+        self._parameters = set(parameters_in(module))
         self._passes = Passes(_Kept, _Kept.put_back)
 
     @classmethod

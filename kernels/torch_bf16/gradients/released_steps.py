@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.errors import warn_once
-from torch_bf16.parameters import parameters_of
+from torch_bf16.parameters import parameters_in, parameters_of
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of, units, world_size
 
@@ -230,7 +230,7 @@ class ReleasedSteps:
     def _follow(self, module: DistributedDataParallel) -> None:
         """Take steps of a DDP module's buckets as it reduces them, or warn why that cannot be."""
         why = announce_buckets(module)
-        self._reduced[module] = set() if why else {id(each) for each in module.parameters()}
+        self._reduced[module] = set() if why else {id(each) for each in parameters_in(module)}
         if why:
             _warn_of_ordinary_steps(why)
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_bf16.engine.batch import Batch, Task
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, tensor_key
-from torch_bf16.parameters import parameters_of
+from torch_bf16.parameters import parameters_in, parameters_of
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span, all_gather, bare_name
 
@@ -123,7 +123,7 @@ class BucketReduction(Reducer):
                 "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
                 f"communication hook, and this one has that of {holder}. Leave one of the two out"
             )
-        check_all_to_all(module.process_group, next(module.parameters()).device)
+        check_all_to_all(module.process_group, next(parameters_in(module)).device)
 
     @classmethod
     def follow(cls, module: DistributedDataParallel, optimizer: Any) -> None:

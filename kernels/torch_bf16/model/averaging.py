@@ -20,6 +20,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizers_for, owners, warn_of_left_out
 from torch_bf16.errors import with_article
 from torch_bf16.memory import place_and_version
+from torch_bf16.parameters import parameters_in
 from torch_bf16.sharding import any_flattened, is_dtensor, local, reshard, units
 
 from .blended_weights import exempt
@@ -150,22 +151,22 @@ class EMA(AveragedModel):
         _check_arguments(decay, seed)
         if format not in (None, *_DTYPES):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
-        if any_flattened(model.parameters()):
+        if any_flattened(parameters_in(model)):
             raise NotImplementedError(
                 f"EMA was given {with_article(model)} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         # A parameter that FSDP2 has gathered is not a DTensor.
         reshard(each for unit in units(model) for each in unit.parameters)
-        sharded = any(map(is_dtensor, model.parameters()))
-        refuse_unaveraged(model.parameters())
+        sharded = any(map(is_dtensor, parameters_in(model)))
+        refuse_unaveraged(parameters_in(model))
         if sharded and device is not None:
             raise NotImplementedError(
                 f"EMA was given device={str(device)!r} for a sharded {type(model).__name__}: each "
                 "rank keeps the average of its part beside that part. Leave device out; "
                 "format='bf16_stochastic' takes 2 bytes per element instead of 4"
             )
-        if sharded and any(parameter.is_meta for parameter in model.parameters()):
+        if sharded and any(parameter.is_meta for parameter in parameters_in(model)):
             raise ValueError(
                 f"EMA was given a sharded {type(model).__name__} with parameters on the meta "
                 "device, which have no numbers to average: give it memory and weights first, by "
@@ -178,7 +179,7 @@ class EMA(AveragedModel):
         if sharded:
             self.module = ShardedAverage(model, None if format is None else _DTYPES[format])
         elif format is not None:
-            for parameter in self.module.parameters():
+            for parameter in parameters_in(self.module):
                 if parameter.is_floating_point():
                     # In the order of the kernels, which would copy channels_last in each update.
                     parameter.data = parameter.data.to(_DTYPES[format]).contiguous()
@@ -264,8 +265,8 @@ class EMA(AveragedModel):
     def _pairs(self, method: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The averages, and the tensors of ``model`` that they follow, each by name."""
         # Weights that FSDP2 has gathered are not those that are trained.
-        reshard(self.module.parameters())
-        refuse_unaveraged(model.parameters())
+        reshard(parameters_in(self.module))
+        refuse_unaveraged(parameters_in(model))
         ours, theirs = by_name(self.module.named_parameters()), by_name(model.named_parameters())
         own_buffers, buffers = by_name(self.module.named_buffers()), by_name(model.named_buffers())
         if self.use_buffers:

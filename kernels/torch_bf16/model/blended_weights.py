@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torch_bf16.living import LivingSet
 from torch_bf16.locks import fork_safe_lock
+from torch_bf16.parameters import parameters_in
 from torch_bf16.torch_patches import Replacement, at_restore
 
 from .copied_weights import leave_copies, note_copy
@@ -107,7 +108,7 @@ class _Watch:
     def exempt(self, module: nn.Module) -> None:
         if self._steps is None:
             return
-        parameters = [*module.parameters()]
+        parameters = [*parameters_in(module)]
         exempted = {*map(id, parameters)}
         # What rounds it holds tensors of its own over the same memory, in no module.
         memory = _addresses(parameters)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_bf16.argument_checks import check_compute, check_module
+from torch_bf16.parameters import parameters_in
 
 from .carried_forward import CarriedForward, has_bf16, own_forward, place_of_forward
 
@@ -89,7 +90,7 @@ def check_scripted(model: nn.Module, compute: str) -> None:
         NotImplementedError: there is a part that has parameters and is a ``ScriptModule``.
     """
     for name, each in model.named_modules() if compute == "fp32" else ():
-        if isinstance(each, torch.jit.ScriptModule) and any(True for _ in each.parameters()):
+        if isinstance(each, torch.jit.ScriptModule) and any(True for _ in parameters_in(each)):
             raise NotImplementedError(
                 f"compute='fp32' does not reach into {name or 'the model'!r}, a ScriptModule: what "
                 "torch.jit.script compiles rounds to bf16 within, and its backward pass would mix "

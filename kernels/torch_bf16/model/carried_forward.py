@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_bf16.errors import version_numbers
 from torch_bf16.locks import fork_safe_lock
+from torch_bf16.parameters import parameters_in
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
 from .autocast import computes_in_fp32
@@ -295,8 +296,9 @@ def _separate(clone: nn.Module) -> None:
 # Not methods: torch.compile would guard on the identity of bound ones, which are new each time.
 def device_type(module: Any) -> str:
     """The type of device that a module's first tensor is on."""
-    # Not next(), which torch.compile cannot trace before torch 2.8.
-    for tensors in (module.parameters(), module.buffers()):  # a quantised network has buffers alone
+    # Not next(), which torch.compile cannot trace before torch 2.8. A quantised network has buffers
+    # alone.
+    for tensors in (parameters_in(module), module.buffers()):
         for each in tensors:
             return each.device.type
     return "cpu"
@@ -305,7 +307,7 @@ def device_type(module: Any) -> str:
 def _computes_in_bf16(module: Any) -> bool:
     """Whether a module has bf16 weights of its own, and no autocast is on to cast its inputs."""
     if isinstance(module, nn.TransformerEncoderLayer) or "parametrizations" in module._modules:
-        weights = module.parameters()  # it computes with weights of its parts itself
+        weights = parameters_in(module)  # it computes with weights of its parts itself
     else:
         weights = module._parameters.values()
     for p in weights:
@@ -364,7 +366,7 @@ def _reduces_itself(module: nn.Module | None) -> bool:
 
 def has_bf16(module: nn.Module) -> bool:
     """Whether a module has a parameter in bf16."""
-    return any(p.dtype == torch.bfloat16 for p in module.parameters())
+    return any(p.dtype == torch.bfloat16 for p in parameters_in(module))
 
 
 def _parts_at_rest(module: nn.Module) -> set[int] | None:

@@ -21,6 +21,7 @@ from torch_bf16.errors import warn
 from torch_bf16.locks import fork_safe_lock
 from torch_bf16.memory import share_like
 from torch_bf16.model import remainders
+from torch_bf16.parameters import parameters_in
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import has_run, units
 
@@ -286,7 +287,7 @@ def _trains_on_cpu(module: nn.Module) -> bool:
     # If there is a GPU, a model that is on the CPU now may be on its way there.
     return not torch.accelerator.is_available() and any(
         p.device.type == "cpu" and p.requires_grad and p.dtype == torch.bfloat16 and p.ndim > 1
-        for p in module.parameters()
+        for p in parameters_in(module)
     )
 
 
@@ -323,7 +324,7 @@ def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args
         if isinstance(shared, functools.partial) and shared.args[:1] == (module,):
             module = called
     forward = functools.partial(type(module).forward, module) if own is None else own
-    if any(map(is_narrow, module.parameters())):  # cast later, by the user or another recipe
+    if any(map(is_narrow, parameters_in(module))):  # cast later, by the user or another recipe
         return forward(*args, **kwargs)
     args, kwargs = map_arguments(widen, args, kwargs)
     device = device_type(module)

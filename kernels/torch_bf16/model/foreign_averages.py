@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.errors import warn
+from torch_bf16.parameters import parameters_in
 from torch_bf16.sharding import local
 from torch_bf16.torch_patches import Replacement
 
@@ -132,7 +133,7 @@ def _look_up(pairs: Iterable[tuple[Tensor, Tensor]]) -> str | None:
 
 def _followed_by(average: nn.Module, model: nn.Module) -> str | None:
     """The name of the first trained weight of a model whose average is bf16, as it is."""
-    pairs = zip(average.named_parameters(), model.parameters(), strict=False)
+    pairs = zip(average.named_parameters(), parameters_in(model), strict=False)
     for (name, averaged), weight in pairs:
         if weight.requires_grad and averaged.dtype == weight.dtype == torch.bfloat16:
             return name

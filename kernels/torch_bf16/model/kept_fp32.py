@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.parameters import parameters_in
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, without_wrappers
 
@@ -121,7 +122,7 @@ def kept(
         if not matches and not parameters:
             raise ValueError(_unmatched(key, module))
         in_fp32 += matches
-        asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
+        asked += [*parameters, *(p for sub in matches for p in parameters_in(sub))]
     return in_fp32, asked
 
 
@@ -137,7 +138,7 @@ def staying_ids(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
         # BaseFinetuning.
         has_statistics = isinstance(sub, _NormBase) and sub.running_mean is not None
         if metric or synced or has_statistics:
-            staying.update(id(p) for p in sub.parameters())
+            staying.update(id(p) for p in parameters_in(sub))
     return staying
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bf16.parameters import parameters_in
 from torch_bf16.torch_patches import Replacement
 
 from .cast_modules import name_in_cast_model
@@ -156,7 +157,7 @@ def _half_part(modules: list[nn.Module], words: str) -> nn.Module | None:
 
 
 def _is_half(module: nn.Module) -> bool:
-    return {p.dtype for p in module.parameters()} == {_FP16}
+    return {p.dtype for p in parameters_in(module)} == {_FP16}
 
 
 def _said_of_half(half: nn.Module, off_inside: bool) -> str:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.argument_checks import check_module
 from torch_bf16.locks import fork_safe_lock
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
-from torch_bf16.parameters import own_parameter
+from torch_bf16.parameters import own_parameter, parameters_in
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, shown_like
 
@@ -114,7 +114,7 @@ def remember(module: nn.Module, dropped_from: Mapping[int, Dropped]) -> None:
     A later write to a parameter makes it void.
     """
     remainders = {}
-    for parameter in module.parameters():
+    for parameter in parameters_in(module):
         if (dropped := dropped_from.get(id(parameter))) is not None:
             remainders[id(parameter)] = _remainder(shard_of(parameter), *dropped)
     _keep(module, remainders)
@@ -349,7 +349,7 @@ def sync_masters(
         group = wrapped.process_group
     if src is None:
         src = 0 if group is None else dist.get_global_rank(group, 0)
-    shards = [shard_of(p) for p in model.parameters() if p.dtype == torch.bfloat16]
+    shards = [shard_of(p) for p in parameters_in(model) if p.dtype == torch.bfloat16]
     # Of parameters that are placed on a mesh, each rank has cast its own part.
     shards = [each for each in shards if not each.replaces_parameter]
     if not shards:

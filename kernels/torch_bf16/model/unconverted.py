@@ -15,7 +15,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import warn, warn_once
 from torch_bf16.locks import fork_safe_lock
-from torch_bf16.parameters import parameters_of
+from torch_bf16.parameters import parameters_in, parameters_of
 
 from .copied_weights import forget_sources, source_of, sources
 
@@ -64,9 +64,9 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
         models = {key: live for key, each in _watched.items() if (live := each.model()) is not None}
         is_known = any(live is model for live in models.values())  # its copies are no one else's
-        if not is_known and (numbers := sources() & {*map(id, model.parameters())}):
+        if not is_known and (numbers := sources() & {*map(id, parameters_in(model))}):
             # Not those that it shares with models cast before, as a learner does with its encoder.
-            others = {id(p) for each in models.values() for p in each.parameters()}
+            others = {id(p) for each in models.values() for p in parameters_in(each)}
             forget_sources(numbers - others)
         for key in [key for key in _watched if models.get(key, model) is model]:
             del _watched[key]
@@ -90,7 +90,7 @@ class _Watched:
         # It is one of ours, or leaves the step to one that it holds, as SAM and Lookahead do.
         if optimizer in _named or held_optimizers(optimizer):
             return
-        cast = {*filter(_is_bf16, live.parameters())}
+        cast = {*filter(_is_bf16, parameters_in(live))}
         if any(p in cast for p in parameters_of(optimizer)):
             _named.add(optimizer)
             # What the advice names would refuse it.

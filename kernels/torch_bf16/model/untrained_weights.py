@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_bf16.parameters import own_parameter
+from torch_bf16.parameters import own_parameter, parameters_in
 
 from .cast_modules import bf16_weights, cast_models
 from .copied_weights import watched_copies
@@ -60,7 +60,7 @@ def never_trained(trained: Container[int]) -> dict[int, str]:
     """The weights of cast models in which nothing is trained: by id, the class of the model."""
     alone: dict[int, str] = {}
     for model in cast_models():
-        numbers = [id(each) for each in model.parameters()]
+        numbers = [id(each) for each in parameters_in(model)]
         if not any(each in trained for each in numbers):
             alone.update(dict.fromkeys(numbers, type(model).__name__))
     return alone

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError
-from torch_bf16.parameters import parameters_of
+from torch_bf16.parameters import parameters_in, parameters_of
 from torch_bf16.sharding import bare_name, gradients_of, is_dtensor, is_flat, places
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
     if model is None:
         return
     own = {*map(id, parameters_of(optimizer))}
-    parameters = [*model.parameters()]
+    parameters = [*parameters_in(model)]
     has_gradients = any(each is not None for each in gradients_of(parameters))
     if own.isdisjoint(map(id, parameters)) and has_gradients:
         raise StateMismatchError(

@@ -17,6 +17,7 @@ from torch_bf16.errors import BackendUnavailableError, with_article
 from torch_bf16.foreign.optimizer import ForeignOptimizer
 from torch_bf16.gradients.gathering import most_at_once
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.parameters import parameters_in
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import ADAMW, Rule
 from torch_bf16.sharding import shard_of
@@ -104,7 +105,7 @@ def describe(
     models = [*models] if isinstance(models, Iterable) else [models]
     for each in models:
         check_module("describe", each)
-    parameters = list({id(p): p for each in models for p in each.parameters()}.values())
+    parameters = list({id(p): p for each in models for p in parameters_in(each)}.values())
     optimizer, recipe, backend = _asked(optimizer_or_recipe)
     rules: dict[Tensor, Rule] = {}
     if optimizer is not None:
