@@ -1,6 +1,7 @@
 """Names that a model has given last while parameters leave the groups, come, or change places."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -118,6 +119,51 @@ def test_a_parameter_that_has_left_can_be_freed(trained):
     del optimizer.state[optimizer.param_groups[0]["params"].pop(0)]
     take_steps(optimizer, [1])
     assert len(optimizer._engine.names.given) == 1
+
+
+def splats(rows):
+    """Parameters of one group each, as in Gaussian splatting; nothing keeps the module."""
+    torch.manual_seed(0)
+    parameters = {each: nn.Parameter(torch.randn(rows, 4)) for each in ("colours", "means")}
+    groups = [{"params": [each]} for each in parameters.values()]
+    optimizer = torch.optim.Adam(groups, lr=1e-3)
+    torch_bf16.prepare(nn.ParameterDict(parameters), optimizer, STOCHASTIC)
+    return optimizer
+
+
+def prune_rows(optimizer, rows):
+    for group in optimizer.param_groups:
+        (old,) = group["params"]
+        state = optimizer.state.pop(old)
+        state.update({key: state[key][:rows] for key in ("exp_avg", "exp_avg_sq")})
+        group["params"][0] = nn.Parameter(old.detach()[:rows].clone())
+        optimizer.state[group["params"][0]] = state
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_parameter_that_replaces_another_takes_its_name_and_noise(steps):
+    optimizer = splats(16)
+    take_steps(optimizer, [0])
+    first = weakref.ref(optimizer.param_groups[0]["params"][0])
+    prune_rows(optimizer, 12)
+    take_steps(optimizer, range(1, 1 + steps))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert names(optimizer) == [["colours"], ["means"]]
+    resumed = splats(12)
+    ours, theirs = ([*map(only, each.param_groups)] for each in (optimizer, resumed))
+    with torch.no_grad():
+        for one, another in zip(ours, theirs, strict=True):
+            another.copy_(one)
+    resumed.load_state_dict(saved)
+    for each in (optimizer, resumed):
+        take_steps(each, [5, 6, 7])
+    assert all(map(torch.equal, ours, theirs))
+    assert first() is None
+
+
+def only(group):
+    (parameter,) = group["params"]
+    return parameter
 
 
 def grouped(groups, renamed="", renamed_layers=0):

@@ -238,9 +238,8 @@ class Engine:
 
     def name_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Name the parameters that the optimizer has now, if a model has named others before."""
-        model = self.model()
-        if self.names.given and model is not None:
-            self.names.give(parameters, model, keep=self.host is not None)
+        if self.names.given:
+            self.names.give(parameters, self.model(), keep=self.host is not None)
 
     def keep_snapshots(self, current: Iterable[Any]) -> None:
         """Keep only the snapshots of these parameters: each keeps its parameter alive."""

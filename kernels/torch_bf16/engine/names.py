@@ -27,22 +27,31 @@ class ParameterNames:
     def __init__(self) -> None:
         self.given: dict[Tensor, str] = {}
         self.zero: ZeroNames | None = None
+        self._places: list[Tensor] = []
 
-    def give(self, parameters: Sequence[Tensor], model: nn.Module, *, keep: bool = False) -> None:
+    def give(
+        self, parameters: Sequence[Tensor], model: nn.Module | None, *, keep: bool = False
+    ) -> None:
         """Name parameters as a model does; those that have a name by now keep it.
+
+        What the model does not have takes the name of the parameter whose place it takes: programs
+        that add and remove rows, as Gaussian splatting does, put new parameters there.
 
         Args:
             parameters: all parameters of the optimizer.
-            model: the model that has them.
+            model: the model that has them, if it is alive.
             keep: whether to keep the names of other parameters, too.
         """
-        names = self.given
+        names, others = self.given, self.given if keep or model is None else {}
         if not all(each in names for each in parameters):
-            names = dict(names_in(model)) | names
-        known = {each: names[each] for each in parameters if each in names}
-        known = self.given | known if keep else known
+            names = ({} if model is None else dict(names_in(model))) | names
+            for old, new in () if keep else self._replaced(parameters):
+                names.setdefault(new, self.given[old])
+                others = {each: name for each, name in others.items() if each is not old}
+        known = others | {each: names[each] for each in parameters if each in names}
         if known != self.given:
             self.given = known
+        self._places = [*parameters]
 
     def keys(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """The key of every parameter's noise, by the parameter's id.
@@ -86,6 +95,17 @@ class ParameterNames:
             f"{group}, shape {tuple(parameter.shape)}, {parameter.dtype})"
         )
 
+    def _replaced(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Named parameters that are gone, each with the new one that has its place."""
+        if len(self._places) != len(parameters):
+            return []
+        before, present = set(self._places), set(parameters)
+        return [
+            (old, new)
+            for old, new in zip(self._places, parameters, strict=True)
+            if old in self.given and old not in present and new not in before
+        ]
+
     def _known(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str | None:
         """The parameter's bare name, if known."""
         parameter = groups[group]["params"][position]
@@ -104,7 +124,7 @@ class ParameterNames:
         return None if name is None else bare_name(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "zero": None}
+        return {"given": self.given, "zero": None, "_places": self._places}
 
 
 def names_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[Tensor, str]]:
