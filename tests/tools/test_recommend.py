@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from torch_bf16 import get_recipe
 from torch_bf16.environment import options_from_environment
@@ -202,6 +203,33 @@ def test_products_off_by_what_rounding_makes_of_them():
     cancelling = torch.nn.Linear(2, 1, bias=False)
     cancelling.weight.data = torch.tensor([[1.0, -1.0]])
     assert errors_of(cancelling, (torch.tensor([[1.0, 1.003]]),))["bf16"] > 0.3
+
+
+@pytest.mark.parametrize("made", ["norm", "spectral", "pruned"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_products_are_those_of_the_weight_that_a_norm_or_a_mask_makes(made):
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 32), torch.randn(16, 64)
+    if made == "norm":
+        torch.nn.utils.weight_norm(layer)
+    elif made == "spectral":
+        torch.nn.utils.spectral_norm(layer).eval()
+    else:
+        prune.l1_unstructured(layer, "weight", 0.3)
+    layer(x)
+    plain = torch.nn.Linear(64, 32)
+    plain.weight.data, plain.bias.data = layer.weight.detach(), layer.bias.detach()
+    assert errors_of(layer, (x,)) == errors_of(plain, (x,))
+
+
+def test_a_layer_that_computes_otherwise_than_its_base_class_is_not_measured():
+    class Transposed(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x.T).T
+
+    layer, x = Transposed(8, 8), torch.randn(8, 16)
+    assert layer(x).shape == x.shape
+    assert errors_of(layer, (x,)) == {}
 
 
 def test_tf32_has_ten_bits_and_rounds_ties_to_even():

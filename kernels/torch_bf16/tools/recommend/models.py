@@ -145,9 +145,12 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
         module: if its output is not a product, or rows of its weight, nothing is measured.
         inputs: its positional arguments; only a part of the batch is used.
     """
-    parameters = dict(module.named_parameters(recurse=False))
-    known = isinstance(module, _KINDS) and inputs and isinstance(inputs[0], Tensor)
-    if not known or not all(is_whole(p) and p.is_floating_point() for p in parameters.values()):
+    if not isinstance(module, _KINDS) or not inputs or not isinstance(inputs[0], Tensor):
+        return {}
+    # No parameters, where a norm or a mask of weights makes them.
+    tensors = {name: getattr(module, name, None) for name in ("weight", "bias")}
+    tensors = {name: each.detach() for name, each in tensors.items() if each is not None}
+    if not all(is_whole(each) and each.is_floating_point() for each in tensors.values()):
         return {}
     x = inputs[0].detach()
     if not x.numel():
@@ -159,11 +162,15 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
 
     def output(rounded: Callable[[Tensor], Tensor]) -> Tensor:
         rounded_x = rounded(x.float()) if floats else x
-        weights = {name: rounded(p.detach().float()) for name, p in parameters.items()}
+        weights = {name: rounded(each.float()) for name, each in tensors.items()}
         return _output(module, rounded_x, weights["weight"], weights.get("bias"))
 
     with torch.autocast(x.device.type, enabled=False):
-        exact = output(lambda each: each)
+        try:
+            exact = output(lambda each: each)
+        # A subclass may multiply other shapes than its base.
+        except RuntimeError:
+            return {}
         size = exact.norm()
         if not bool(size.isfinite()) or not float(size):
             return {}
