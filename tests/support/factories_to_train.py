@@ -136,6 +136,19 @@ def refused():
                     p -= 1e-3 * p.grad
     model = Squared()
     return model, batches(), Closed(model.parameters())
+def unseen():
+    class Apart(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            self.defaults, self.state = {}, {}
+            self.param_groups = [{"params": [*parameters], "lr": 1e-3}]
+
+        def zero_grad(self):
+            pass
+
+        def step(self):
+            pass
+    model = Squared()
+    return model, batches(), Apart(model.parameters())
 def lost_gradients():
     class Skips(torch.optim.SGD):
         def step(self, closure=None):

@@ -69,6 +69,7 @@ FACTORY_SAID = {
     "released": "releases gradients: it steps inside the backward pass",
     "closure": "LBFGS took no step: TypeError",
     "refused": "no recipe trains with this optimizer",
+    "unseen": "torch's hooks do not see the steps of Apart",
     "lost_gradients": "hold NaN or infinities",
 }
 

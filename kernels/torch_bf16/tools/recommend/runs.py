@@ -108,6 +108,12 @@ def _of_factory(
                     f"{text}: {type(optimizer).__name__} took no step: {described(error)}. "
                     f"It must work with step() after backward()"
                 ) from error
+            # Without an end, nothing would be observed.
+            if not observer.found.optimizers:
+                raise ValueError(
+                    f"{text}: torch's hooks do not see the steps of {type(optimizer).__name__}, as "
+                    "if its __init__ did not call super().__init__(), so nothing can be measured"
+                )
     return observer.found
 
 
