@@ -330,3 +330,11 @@ def test_a_file_finds_what_lies_beside_it(capsys, here, monkeypatch):
     status, _, err = recommend(capsys, "project/tune.py:plain", "--lr", "1e-3", "-n", "4")
     assert status == 0, err
     assert sys.path == before
+
+
+def test_a_file_may_change_where_imports_are_found(capsys, here, monkeypatch):
+    code = "import sys\nfrom mine_to_train import plain\nsys.path = sys.path[2:]"
+    (here / "tune.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(here)])
+    status, _, err = recommend(capsys, "tune.py:plain", "--lr", "1e-3", "-n", "4")
+    assert status == 0, err

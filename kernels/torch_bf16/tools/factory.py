@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,9 @@ def import_name(text: str) -> Any:
         raise ValueError(f"{text!r} names nothing: {error}") from error
     finally:
         for each in places:
-            sys.path.remove(each)
+            # The code may have changed the path, too.
+            with suppress(ValueError):
+                sys.path.remove(each)
     return found
 
 
