@@ -20,6 +20,7 @@ SCRIPTS = {
     "raises": ("x = 1\nraise RuntimeError('gone')", "in its line 2: RuntimeError: gone"),
     "exits": ("import sys; sys.exit(3)", "exited with status 3 (its own arguments go after --)"),
     "no Python": ("def broken(:", "line 1: SyntaxError"),
+    "imports no Python": ("x = 1\nimport broken", "in its line 2: SyntaxError"),
     "foreign": ("PK\x03\x04\x00binary", "SyntaxError"),
     "missing import": ("import no_such_module_here", "No module named 'no_such_module_here'"),
     "one step": (
@@ -33,6 +34,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_script_that_does_not_train_ends_with_status_2_and_the_reason(kind, capsys, here):
     content, said = SCRIPTS[kind]
+    (here / "broken.py").write_text("def broken(:")
     (here / "bad.py").write_text(content)
     status, _, err = recommend(capsys, "bad.py")
     assert (status, said in err) == (2, True), err

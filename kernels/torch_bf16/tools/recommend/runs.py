@@ -190,6 +190,6 @@ def _where(error: BaseException, path: Path) -> str:
         for each in traceback.extract_tb(error.__traceback__)
         if str(Path(each.filename).resolve()) == script
     ]
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}"
-    return f"in its line {lines[-1]}" if lines else "before its first line"
+    if lines:
+        return f"in its line {lines[-1]}"
+    return f"line {error.lineno}" if isinstance(error, SyntaxError) else "before its first line"
