@@ -128,6 +128,21 @@ def test_a_config_that_names_no_class_gets_the_one_with_a_head(capsys, tmp_path)
     assert found["parameters"] - tied["parameters"] == 512 * 64
 
 
+WHOLE = {"bart": "BartForConditionalGeneration", "funnel": "FunnelModel"}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_config_that_names_no_class_gets_the_whole_model(kind, capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_inner": 8}
+    made = transformers.AutoConfig.for_model(kind, **sizes)
+    made.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = getattr(transformers, WHOLE[kind])._from_config(made)
+    _, found, _ = estimate(capsys, tmp_path)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+
+
 FACTORIES = """
 from torch import nn
 import torch

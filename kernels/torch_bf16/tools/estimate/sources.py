@@ -158,9 +158,12 @@ def _build(path: Path, content: dict[str, Any]) -> nn.Module:
 
 def _head_of(transformers: Any, config: Any) -> Any:
     """A class for a config that names none: with the output layer, if there is such a class."""
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+    # Whole models first: of some, the decoder alone is a causal language model.
+    for kind in ("ForImageTextToText", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForCausalLM", ""):
+        found = getattr(transformers, f"AutoModel{kind}")._model_mapping.get(type(config), None)
+        found = found[0] if isinstance(found, tuple) else found
+        if found is not None and found.config_class is type(config):
+            return found
     raise ValueError(f"transformers has no model for {type(config).__name__}")
 
 
