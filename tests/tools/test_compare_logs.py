@@ -56,6 +56,12 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def test_a_csv_file_that_another_program_saved_again_is_read(tmp_path):
+    (tmp_path / "saved.csv").write_bytes(b"\xef\xbb\xbfstep,train_loss\r\n1,3.0\r\n2,2.0\r\n")
+    (run,) = logged_in(tmp_path / "saved.csv")
+    assert run.values == {"train_loss": {1: 3.0, 2: 2.0}}
+
+
 def test_lightnings_versions_are_the_runs_of_a_row(tmp_path, capsys):
     for seed in range(3):
         lightning_csv(tmp_path / "fp32" / f"version_{seed}", [x + seed for x in LOSSES])

@@ -105,7 +105,8 @@ def _reader(path: Path) -> Callable[[Path], list[Logged]]:
 
 def _of_csv(path: Path) -> list[Logged]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # A program that saved it again may have put a byte order mark before the first name.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.DictReader(file)
             rows, names = list(lines), lines.fieldnames or []
     except (UnicodeDecodeError, csv.Error) as error:
