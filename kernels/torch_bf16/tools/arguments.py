@@ -180,7 +180,8 @@ def quantity(text: str) -> Fraction | None:
     if match is None:
         return None
     digits, exponent, unit = match.groups(default="")
-    return Fraction(digits.replace(",", "") + exponent) * _UNITS[unit.upper()]
+    # Fraction takes underscores from Python 3.11 on.
+    return Fraction(re.sub("[,_]", "", digits) + exponent) * _UNITS[unit.upper()]
 
 
 def count(text: str) -> int:
