@@ -328,6 +328,17 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
 
 
+def test_of_a_reference_that_learns_nothing_there_is_no_share():
+    rows = {
+        "a": [run("a", seed, [1.0, 1.5, 2.0, 2.0]) for seed in range(3)],
+        "b": [run("b", seed, [1.0, 1.5, 2.1, 2.1 + 0.01 * seed]) for seed in range(3)],
+    }
+    found = analyse(rows, "a")
+    judge(found)
+    assert (found["rows"][1]["verdict"], found["rows"][1]["learned"]) == ("loses", None)
+    assert not any("learned" in each for each in found["sentences"])
+
+
 def test_an_accuracy_is_judged_by_its_fall():
     """The same numbers, upside down."""
     for low, verdict in ((0.1, "loses"), (-0.1, "as good")):

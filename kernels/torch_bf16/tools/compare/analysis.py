@@ -96,7 +96,10 @@ def analyse(
     series = Series([run for runs in by_row.values() for run in runs])
     base = by_row[reference]
     fall = float(np.mean([series.first(run) - series.final(run) for run in base]))
-    rows = [_row(name, runs, base, series, fall) for name, runs in by_row.items()]
+    improvement = fall if better == LOWER else -fall
+    # Of a reference that learned nothing there are no shares.
+    learned = fall if improvement > 0 else 0.0
+    rows = [_row(name, runs, base, series, learned) for name, runs in by_row.items()]
     _check_twins(rows)
     return {
         "reference": reference,
@@ -107,7 +110,7 @@ def analyse(
         "smoothed_over": series.window,
         "final_over": series.tail,
         "shortened": series.shortened,
-        "improvement": _number(fall if better == LOWER else -fall),
+        "improvement": _number(improvement),
         "rows": rows,
     }
 
