@@ -55,6 +55,12 @@ def normed():
     return Normed(), make()[1]
 
 
+def with_an_empty_parameter():
+    model, batches = make()
+    model.drop.none = nn.Parameter(torch.empty(0, 4))
+    return model, batches
+
+
 class Diverging(Net):
     steps = 0
 

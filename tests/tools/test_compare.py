@@ -328,6 +328,12 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
 
 
+def test_a_parameter_without_elements_is_in_no_figure():
+    runs = [trained(plan_of("mine_to_compare:with_an_empty_parameter"), row_of("32-true"))]
+    (row,) = analyse({"32-true": runs}, "32-true")["rows"]
+    assert list(row["layers"]) == ["first", "norm", "last"]
+
+
 def test_of_a_reference_that_learns_nothing_there_is_no_share():
     rows = {
         "a": [run("a", seed, [1.0, 1.5, 2.0, 2.0]) for seed in range(3)],

@@ -58,7 +58,8 @@ class Survival:
         self._trained = trained
         self._every = -(-steps // _WINDOWS)
         self._steps = steps
-        self._named = {n: p for n, p in trained.model.named_parameters() if p.requires_grad}
+        named = trained.model.named_parameters()
+        self._named = {n: p for n, p in named if p.requires_grad and p.numel()}
         self._first = {n: self._exact(n) for n in self._named}
         self._moved = {n: torch.zeros_like(w, dtype=torch.bool) for n, w in self._first.items()}
         self._places = {n: places(p.numel(), _SAMPLE, p.device) for n, p in self._named.items()}
