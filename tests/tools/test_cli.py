@@ -84,6 +84,7 @@ def test_the_module_runs_as_a_program(capsys, monkeypatch):
             "unrecognized arguments: --epochs 3; arguments of the script go after --\n",
         ),
         (["bench", "--threads", "1e12"], "'1e12' is more than 4,096 threads"),
+        (["bench", "--time-limit", "3e6"], "'3e6' is more than 1,000,000 seconds"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
