@@ -60,5 +60,4 @@ def speed(
     measured = measure([*plain, *in_ways(plain, ways)], shapes, device, rounds, progress)
     backend = choose(device).name
     named = {"command": command, "model": model, "backend": backend, "baseline": BASELINE}
-    setting = {**named, "rules": "AdamW", "rounds": rounds}
-    return record(measured, setting, shapes, device, before)
+    return record(measured, {**named, "rules": "AdamW"}, shapes, device, before)
