@@ -40,6 +40,11 @@ def in_bf16():
     model = model.bfloat16()
     return model, [x.bfloat16() for x in data], torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+def scripted():
+    model, data, _ = made(1e-3)
+    model.net[1] = torch.jit.script(model.net[1])
+    return model, data, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
 def by_its_own_step():
     model, data, _ = in_bf16()
     return model, data, torch.optim.Adamax(model.parameters(), lr=1e-3)

@@ -105,8 +105,10 @@ def test_arguments_that_cannot_be_meant_are_refused(arguments, said, capsys, her
     assert (status, said in err) == (2, True), err
 
 
-def test_a_parameter_without_elements_is_passed_over(capsys, here):
-    status, _, err = recommend(capsys, "mine_to_train:with_an_empty_parameter", "-n", "4")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is")
+@pytest.mark.parametrize("name", ["with_an_empty_parameter", "scripted"])
+def test_what_cannot_be_measured_is_passed_over(name, capsys, here):
+    status, _, err = recommend(capsys, f"mine_to_train:{name}", "-n", "4")
     assert status == 0, err
 
 

@@ -107,7 +107,8 @@ class Models:
         self.measuring = True
         for root, prefix in zip(self.roots, self._prefixes, strict=True):
             for name, module in root.named_modules():
-                if not module._modules:
+                # Modules of TorchScript take no hooks.
+                if not module._modules and not isinstance(module, torch.jit.ScriptModule):
                     hook = self._hook(prefix + bare_name(name) or type(module).__name__)
                     self._handles.append(module.register_forward_hook(hook))
 
