@@ -64,6 +64,14 @@ class BF16RecipeKwargs(KwargsHandler):
         if self.release_gradients is not None:
             self.release()
 
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options that are set, also by the defaults of a subclass, without fields of its own.
+
+        Accelerate's method leaves out what equals a default.
+        """
+        names = [each.name for each in dataclasses.fields(BF16RecipeKwargs)]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
         """These options, with those that are None taken from ``other``."""
         return dataclasses.replace(other, **self.to_kwargs())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableSet
 from contextlib import contextmanager
@@ -71,7 +72,9 @@ def init(original: Any) -> Any:
 
         bound = signature.bind(self, *args, **kwargs)
         handlers = list(bound.arguments.get("kwargs_handlers") or ())
-        options = [each for each in handlers if type(each).__name__ == "BF16RecipeKwargs"]
+        # Whoever has a handler has imported its module, and with it the core.
+        ours = sys.modules.get("accelerate_bf16.recipe_options")
+        options = [e for e in handlers if ours and isinstance(e, ours.BF16RecipeKwargs)]
         if len(options) > 1:
             raise ValueError("one BF16RecipeKwargs can be passed in kwargs_handlers, not several")
         if options:

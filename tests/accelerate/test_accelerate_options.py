@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from accelerate.utils import AutocastKwargs
@@ -62,6 +64,22 @@ def test_the_environment_alone_is_enough(make_accelerator, monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, optimizer)
     assert optimizer.recipe.accumulate == "bf16_stochastic"
+
+
+def test_a_subclass_of_the_handler_is_one_and_its_defaults_count(make_accelerator):
+    @dataclass
+    class Exact(BF16RecipeKwargs):
+        weights: str | None = "bf16+16"
+        release_gradients: bool | None = True
+        note: str = "not an option"
+
+    handler = Exact(seed=3)
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[handler])
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    assert optimizer.recipe == torch_bf16.get_recipe("bf16-stochastic", weights="bf16+16", seed=3)
+    assert handler.release() is not None
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
