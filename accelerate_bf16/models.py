@@ -1,4 +1,4 @@
-"""Operations on models: unwrap them, run them under autocast, and sync replicas' masters."""
+"""Operations on models: unwrap them, and run them under autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ __all__ = [
     "autocast",
     "carry_autocast",
     "is_wrapped",
-    "sync_masters",
     "unwrap_compiled",
     "unwrap_model",
 ]
@@ -65,14 +64,3 @@ def carry_autocast(model: nn.Module, accelerator: Any, compute: str) -> None:
 
 def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:
     return {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
-
-
-def sync_masters(model: nn.Module, synced: bool) -> None:
-    """Give all replicas the exact masters of the first rank, whose bf16 weights they have.
-
-    DDP sends the weights, and so does FSDP1 if ``synced``, its ``sync_module_states``, is true.
-    """
-    inner = unwrap_compiled(model)
-    flat = synced and isinstance(inner, FullyShardedDataParallel)
-    if flat or isinstance(inner, DistributedDataParallel):
-        torch_bf16.sync_masters(inner)

@@ -18,7 +18,7 @@ from ._patches import patches
 from .models import is_wrapped, unwrap_compiled, unwrap_model
 from .optimizers import converted_optimizers, trained_models, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
-from .refusals import refuse_under_deepspeed, refuse_wrapped
+from .refusals import refuse_release_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
 
 __all__ = ["Preparation"]
@@ -136,8 +136,8 @@ class Preparation:
     def convert_for_deepspeed(
         self,
         new_models: Sequence[nn.Module],
-        new_optimizers: Iterable[Optimizer],
-        schedulers: Iterable[Any],
+        new_optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
     ) -> None:
         """Convert optimizers, and prepare their groups for flattening, or refuse.
 
@@ -146,14 +146,13 @@ class Preparation:
             new_optimizers: optimizers; converted in place.
             schedulers: the optimizers' schedulers; they are told about new groups.
         """
-        fp32: dict[str, Any] = {}
-        for model in new_models:
-            fp32 |= plugin_api.fp32_parameters(model, self._recipe, adapters=False)
-        refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
+        refuse_release_under_deepspeed(self.mode, self._options.release_gradients)
         self.take(new_models, new_optimizers)
-        self.convert()
-        for optimizer in self._optimizers:
-            torch_bf16.separate_vectors(optimizer, schedulers)
+        optimizers = list(map(unwrap_optimizer, new_optimizers))
+        trained = trained_models(optimizers, self._models)
+        for optimizer, its in zip(optimizers, trained, strict=True):
+            model = _naming_module(its)
+            plugin_api.prepare_for_deepspeed(model, optimizer, self._recipe, schedulers)
 
     def add_engine(self, engine: Any) -> None:
         """Record an attached engine to report; its optimizer now has DeepSpeed's parameters."""

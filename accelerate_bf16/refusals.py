@@ -24,8 +24,8 @@ __all__ = [
     "refuse_late_clipping",
     "refuse_late_optim",
     "refuse_left_behind",
+    "refuse_release_under_deepspeed",
     "refuse_scripts_mode",
-    "refuse_under_deepspeed",
     "refuse_wrapped",
 ]
 
@@ -123,14 +123,8 @@ def refuse_data_parallel(mode: str, arguments: Any) -> None:
         )
 
 
-def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None) -> None:
-    """Raise if parameters are to stay in fp32, or gradients to be released, under DeepSpeed."""
-    if names := sorted(fp32):
-        raise NotImplementedError(
-            f"mixed_precision={mode!r} keeps {len(names)} parameters in float32 ({names[0]!r}; "
-            "keep_fp32, batch norm, _keep_in_fp32_modules_strict), and DeepSpeed casts all to "
-            "bfloat16. Train this model with FSDP2, fsdp_version=2, or DDP. Nothing was prepared"
-        )
+def refuse_release_under_deepspeed(mode: str, release: bool | None) -> None:
+    """Raise if gradients are to be released under DeepSpeed."""
     if release:
         raise NotImplementedError(
             f"release_gradients=True cannot be combined with mixed_precision={mode!r} under "

@@ -48,16 +48,8 @@ class DeepSpeedMixin(_Base):
             ValueError, NotImplementedError: something cannot be trained; nothing is changed.
         """
         complete = torch_bf16.deepspeed_config(config)
-        # DeepSpeed makes adapters of peft bf16, too, as without a mode.
-        if names := sorted(plugin_api.fp32_parameters(module, self.recipe, adapters=False)):
-            raise NotImplementedError(
-                f"precision={self.mode!r} keeps {len(names)} parameters in float32 "
-                f"({names[0]!r}; keep_fp32, batch norm), and DeepSpeed casts all to bfloat16. "
-                "Train this module with ModelParallelStrategy (FSDP2) or DDP"
-            )
-        if not isinstance(optimizer, torch_bf16.BF16Optimizer):
-            torch_bf16.convert(optimizer, self.recipe, model=module)
-        torch_bf16.separate_vectors(optimizer, [] if scheduler is None else [scheduler])
+        schedulers = [] if scheduler is None else [scheduler]
+        plugin_api.prepare_for_deepspeed(module, optimizer, self.recipe, schedulers)
         config.update(complete)
 
     def attach_engine(self, engine: Any) -> None:

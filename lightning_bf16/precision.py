@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module, ParameterList
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 from torch_bf16 import plugin_api
@@ -310,9 +309,7 @@ class PrecisionMixin(_Base):
 
     def sync_masters(self, module: Module, strategy: Any) -> None:
         """Start a wrapped module's exact masters from rank 0's, like its weights."""
-        inner = getattr(module, "_orig_mod", module)  # torch.compile is the outermost wrapper
-        if isinstance(inner, DistributedDataParallel) or syncs_module_states(strategy):
-            torch_bf16.sync_masters(inner)
+        plugin_api.sync_wrapped_masters(module, syncs_module_states(strategy))
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module, converted here, that has all parameters of an optimizer, or None."""

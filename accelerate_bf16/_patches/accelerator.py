@@ -196,6 +196,7 @@ def prepare_model(
 ) -> Any:
     """Cast a model before it is wrapped, and sync exact masters between replicas afterwards."""
     from accelerate_bf16 import models
+    from torch_bf16 import plugin_api
 
     with _preparing(accelerator, mode) as preparation:
         preparation.run([model], [])
@@ -209,7 +210,8 @@ def prepare_model(
             refusals.explain_mixed_unit(mode, error)
             raise
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        models.sync_masters(prepared, getattr(plugin, "sync_module_states", False))
+        sent = getattr(plugin, "sync_module_states", False)
+        plugin_api.sync_wrapped_masters(prepared, sent)
         refusals.refuse_left_behind(mode, trained_by)
         _wrapped_models(accelerator).add(prepared)
         _every_wrapped.add(prepared)

@@ -23,9 +23,11 @@ from .model.casting import refuse_uncastable
 from .model.fp32_adapters import fp32_adapters
 from .model.kept_fp32 import fp32_parameters, matched_patterns, refuse_unmatched
 from .model.nested_tensors import widen_tensors
+from .model.remainders import sync_wrapped_masters
 from .model.unconverted import warn_unconverted
 from .optim.replaced import refuse_replaced
 from .parameters import parameters_in, parameters_of
+from .prepare import prepare_for_deepspeed
 
 __all__ = [
     "cast_recipe",
@@ -40,12 +42,14 @@ __all__ = [
     "options_from_environment",
     "parameters_in",
     "parameters_of",
+    "prepare_for_deepspeed",
     "refuse_released",
     "refuse_replaced",
     "refuse_uncastable",
     "refuse_unconvertible",
     "refuse_unmatched",
     "release_options",
+    "sync_wrapped_masters",
     "warn_unconverted",
     "widen_tensors",
 ]

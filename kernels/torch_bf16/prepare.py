@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -18,12 +18,13 @@ from .foreign.convertible import Conversion, check_conversion, check_roles, chec
 from .model.cast_modules import cast_recipes
 from .model.casting import cast_model
 from .model.kept_fp32 import fp32_parameters
+from .model.vector_groups import separate_vectors
 from .optim.optimizer import BF16Optimizer
 from .optim.replaced import refuse_replaced
 from .parameters import parameters_in, parameters_of
 from .recipe import Recipe, get_recipe
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "prepare_for_deepspeed"]
 
 # The fields of a recipe that determine a cast.
 _CAST = ("weights", "vectors", "keep_fp32")
@@ -134,3 +135,37 @@ def prepare(
         if backend is not None or each.backend is None:
             each.backend = recipe.backend if backend is None else backend
     return model, optimizer
+
+
+def prepare_for_deepspeed(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    recipe: str | Recipe = "bf16-stochastic",
+    schedulers: Iterable[Any] = (),
+) -> None:
+    """Convert an optimizer for DeepSpeed's engine, which casts the model and flattens each group.
+
+    Call it before the engine exists, which :func:`torch_bf16.attach` is then given.
+
+    Args:
+        model: the module that owns the parameters, or None; only read.
+        optimizer: mutated; one that was converted before keeps its recipe.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        schedulers: passed to :func:`torch_bf16.separate_vectors`.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`torch_bf16.convert` does, or parameters would
+            have to stay in fp32; nothing has been changed.
+    """
+    recipe = get_recipe(recipe)
+    # DeepSpeed makes adapters of peft bf16, too, as without a mode.
+    staying = {} if model is None else fp32_parameters(model, recipe, adapters=False)
+    if names := sorted(staying):
+        raise NotImplementedError(
+            f"{recipe.name!r} keeps {len(names)} parameters in float32 ({names[0]!r}; keep_fp32, "
+            "batch norm, _keep_in_fp32_modules_strict), and DeepSpeed casts all to bfloat16. Train "
+            "this model with FSDP2 or DDP. Nothing was changed"
+        )
+    if not held_optimizers(optimizer):
+        convert(optimizer, recipe, model=model)
+    separate_vectors(optimizer, schedulers)

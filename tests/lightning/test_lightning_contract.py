@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import lightning_bf16
 import torch_bf16
+from torch_bf16.model import remainders
 
 FAMILIES = ("pytorch", "fabric", "pytorch_lightning", "lightning_fabric")
 Pair = namedtuple("Pair", "x n")
@@ -213,8 +214,11 @@ def test_parameters_that_are_unfrozen_later_join_the_converted_optimizer(pl, mod
 def test_masters_follow_the_weights_that_fsdp1_sends(plugin_class, monkeypatch, attribute, sent):
     """FSDP1 sends them on devices alone."""
     synced = []
-    monkeypatch.setattr(torch_bf16, "sync_masters", synced.append)
+    monkeypatch.setattr(remainders, "sync_masters", synced.append)
     strategy, module = SimpleNamespace(**{attribute: {"sync_module_states": sent}}), nn.Linear(2, 2)
+    plugin_class().sync_masters(module, strategy)
+    assert synced == []
+    module.weight._fsdp_flattened = True  # as FSDP1 marks what it has wrapped
     plugin_class().sync_masters(module, strategy)
     assert synced == [module] * sent
 

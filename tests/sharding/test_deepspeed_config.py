@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_bf16
+from torch_bf16 import plugin_api
 from torch_bf16.sharding import deepspeed
 
 
@@ -93,3 +94,23 @@ def test_a_copy_of_a_vector_is_no_flat_tensor_and_nothing_is_searched_for_it(mon
     assert not deepspeed.is_flat(torch.ones(3))
     with pytest.raises(AssertionError):
         deepspeed.is_flat(torch.ones(3, requires_grad=True))
+
+
+def test_an_optimizer_is_converted_and_grouped_and_its_model_is_only_read():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    plugin_api.prepare_for_deepspeed(model, optimizer, "bf16-fp32-master", [scheduler])
+    assert isinstance(optimizer, torch_bf16.AdamW)
+    assert [[p.dim() for p in each["params"]] for each in optimizer.param_groups] == [[2], [1] * 3]
+    assert len(scheduler.base_lrs) == 2
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_parameters_that_would_stay_fp32_are_refused_before_anything_changes():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(NotImplementedError, match=r"keeps 2 parameters in float32 \('1.bias'"):
+        plugin_api.prepare_for_deepspeed(model, optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+    assert len(optimizer.param_groups) == 1

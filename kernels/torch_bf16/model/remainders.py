@@ -22,7 +22,15 @@ from torch_bf16.locks import fork_safe_lock
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.parameters import own_parameter, parameters_in
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, shown_like
+from torch_bf16.sharding import (
+    Shard,
+    any_flattened,
+    local,
+    places,
+    settle_at_exit,
+    shard_of,
+    shown_like,
+)
 
 from .fingerprint import Fingerprint
 
@@ -39,6 +47,7 @@ __all__ = [
     "second_plane",
     "split",
     "sync_masters",
+    "sync_wrapped_masters",
 ]
 
 
@@ -378,3 +387,11 @@ def sync_masters(
         bits = bits if remainder is None else bits.to(remainder.bits.device)
         synced[id(shard.parameter)] = _remainder(shard, bits, fingerprint)
     _keep(model, synced)
+
+
+def sync_wrapped_masters(wrapped: nn.Module, sent: bool) -> None:
+    """:func:`sync_masters` if a wrapper has sent weights: DDP does, FSDP1 if ``sent`` is true."""
+    inner = getattr(wrapped, "_orig_mod", wrapped)
+    sent = sent and any_flattened(inner.parameters())
+    if sent or isinstance(inner, DistributedDataParallel):
+        sync_masters(inner)
