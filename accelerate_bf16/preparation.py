@@ -81,9 +81,11 @@ class Preparation:
     def take(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Take note of what is prepared, or refuse it; nothing of it is changed."""
         for model in new_models:
+            inner = unwrap_compiled(model)
             dtypes = {p.dtype for p in plugin_api.parameters_in(unwrap_model(model))}
-            if not is_wrapped(model) or torch.bfloat16 not in dtypes:
-                refuse_wrapped(self.mode, unwrap_compiled(model))
+            ours = any(inner is unwrap_compiled(each) for each in self._other_models)
+            if not ours and (not is_wrapped(model) or torch.bfloat16 not in dtypes):
+                refuse_wrapped(self.mode, inner)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])
         optimizers = list(map(unwrap_optimizer, new_optimizers))
         if homeless := set().union(*map(plugin_api.parameters_of, optimizers)):

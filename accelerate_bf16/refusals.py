@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -97,12 +98,23 @@ def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_wrapped(mode: str, model: nn.Module) -> None:
-    """Raise if a model was wrapped by DDP before it was passed to ``prepare``."""
+    """Raise if DDP, or FSDP1 in another precision, has wrapped a model before ``prepare``."""
+    # A run without a mode imports this file, and need not import that.
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"mixed_precision={mode!r} was given a model that is already wrapped in "
             "DistributedDataParallel; its gradient hooks would not survive the cast to bf16. Pass "
             "the bare model: prepare wraps it"
+        )
+    dtypes = {p.dtype for p in model.parameters()}
+    if isinstance(model, FullyShardedDataParallel) and dtypes == {torch.float32}:
+        raise ValueError(
+            f"mixed_precision={mode!r} was given a model that is already wrapped in "
+            "FullyShardedDataParallel (FSDP1) with float32 weights, as an Accelerator in another "
+            "mode does it: they lie in flat tensors, which cannot be cast. Create the model again, "
+            "and pass it bare: prepare wraps it. Nothing was prepared"
         )
 
 

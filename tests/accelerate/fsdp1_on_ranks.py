@@ -137,6 +137,27 @@ def an_optimizer_of_weights_that_are_nowhere_is_refused():
 
 
 @flattening()
+def a_model_that_another_mode_has_wrapped_is_refused():
+    _, model, optimizer = flat("no")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+    made = accelerator("bf16-stochastic", plugin=plugin)
+    with pytest.raises(ValueError, match=r"wrapped in FullyShardedDataParallel .* float32 weights"):
+        made.prepare(model, optimizer)
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+
+
+@flattening()
+def a_model_of_this_mode_is_taken_by_a_later_accelerator():
+    keep = BF16RecipeKwargs(keep_fp32=(nn.Module,))
+    for handlers in ([], [keep]):
+        _, model, optimizer = flat("bf16-stochastic", kwargs_handlers=handlers)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+        made = accelerator("bf16-stochastic", plugin=plugin, kwargs_handlers=handlers)
+        assert made.prepare(model, optimizer)[0] is model
+        train(made, model, optimizer, range(1))
+
+
+@flattening()
 def clipping_takes_the_exact_norm_over_all_shards():
     made, model, optimizer = flat("bf16-stochastic")
     with made.no_sync(model):

@@ -56,6 +56,8 @@ def test_one_rank_takes_over_what_two_have_saved(ranks, mode, kind, tmp_path):
 @pytest.mark.parametrize(
     "claim",
     [
+        on_ranks.a_model_that_another_mode_has_wrapped_is_refused,
+        on_ranks.a_model_of_this_mode_is_taken_by_a_later_accelerator,
         on_ranks.an_optimizer_of_weights_that_are_nowhere_is_refused,
         on_ranks.clipping_takes_the_exact_norm_over_all_shards,
         on_ranks.micro_batches_are_reduced_as_by_hand,
