@@ -8,9 +8,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-import torch_bf16
-from lightning_bf16 import precision
-from torch_bf16 import plugin_api
+from lightning_bf16.modes import MODES, is_plugin, overriding_mode
 
 __all__ = ["choose"]
 
@@ -29,10 +27,10 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
 
     def _check_and_init_precision(connector: Any) -> Any:
         name, passed = getattr(connector, flag), getattr(connector, instance)
-        if mode := plugin_api.mode_from_environment():
+        if mode := overriding_mode():
             name = _override(mode, name, passed)
-        named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
-        if not named and not isinstance(passed, precision.PrecisionMixin):
+        named = passed is None and isinstance(name, str) and name in MODES
+        if not named and not is_plugin(passed):
             return original(connector)
         host = importlib.import_module(f"lightning_bf16.{family[-1]}")
         plugin_class = host.BF16Precision
@@ -65,7 +63,7 @@ def _override(mode: str, name: Any, passed: Any) -> str:
     own, current = f"precision={name!r}", name
     if passed is not None:
         own = f"the plugin {type(passed).__name__}"
-        current = passed.mode if isinstance(passed, precision.PrecisionMixin) else None
+        current = passed.mode if is_plugin(passed) else None
     if current == mode:
         return mode
     if passed is not None or name not in _OVERRIDDEN:
@@ -86,5 +84,7 @@ def _under_deepspeed(plugin: Any, kind: type, config: Any) -> Any:
             "and takes the step: leave it out"
         )
     if isinstance(config, dict):
+        import torch_bf16
+
         torch_bf16.deepspeed_config(config)
     return kind(plugin.recipe)

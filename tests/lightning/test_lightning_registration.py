@@ -10,6 +10,9 @@ import os
 
 import pytest
 
+import lightning_bf16.modes
+import torch_bf16
+
 MAKE = """
 import {pl}, {fabric}
 for mode in ("bf16-stochastic", "bf16-fp32-master"):
@@ -53,6 +56,32 @@ import lightning_bf16
     code += MAKE.format(pl="lightning.pytorch", fabric="lightning.fabric")
     done = run(code, BF16_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_without_a_mode_imports_none_of_the_core(run, tmp_path):
+    code = """
+import sys, torch, lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+trainer = lightning.Trainer(max_steps=1, enable_model_summary=False, **options)
+trainer.fit(BoringModel())
+trainer.save_checkpoint("boring.ckpt")
+fabric = lightning.Fabric(accelerator="cpu", devices=1)
+net = torch.nn.Linear(2, 2)
+net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters()))
+fabric.backward(net(torch.ones(1, 2)).sum())
+fabric.clip_gradients(net, optimizer, max_norm=1.0)
+optimizer.step()
+assert "lightning_bf16" in sys.modules
+assert "__subclasses__" not in vars(torch.optim.Optimizer)
+assert not any(name.startswith(("torch_bf16", "numba")) for name in sys.modules)
+"""
+    done = run(code, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_names_are_those_of_the_recipes():
+    assert (*torch_bf16.RECIPES,) == lightning_bf16.modes.MODES
 
 
 def test_the_mixin_may_be_imported_before_any_host(run):
