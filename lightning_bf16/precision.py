@@ -332,10 +332,10 @@ class PrecisionMixin(_Base):
                 and each.compare
             )
             raise ValueError(
-                f"this {type(optimizer).__name__} was made with recipe {own.name!r}, and the "
-                f"plugin casts the module by {asked.name!r}: {differing}. Use one recipe for both: "
-                f"make the optimizer with recipe={self._place}.recipe, or of torch.optim, which is "
-                "converted; or give the plugin the optimizer's, BF16Precision(recipe)"
+                f"this {type(optimizer).__name__} was made with recipe {own.label!r}, and the "
+                f"plugin casts the module by {asked.label!r}: {differing}. Use one recipe for "
+                f"both: make the optimizer with recipe={self._place}.recipe, or of torch.optim, "
+                "which is converted; or give the plugin the optimizer's, BF16Precision(recipe)"
             )
 
     def _live_modules(self) -> list[Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,16 @@ import torch
 from .argument_checks import check_backend, check_compute
 from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
-__all__ = ["ACCUMULATIONS", "OFFLOADS", "RECIPES", "REDUCTIONS", "VECTORS", "Recipe", "get_recipe"]
+__all__ = [
+    "ACCUMULATIONS",
+    "OFFLOADS",
+    "RECIPES",
+    "REDUCTIONS",
+    "VECTORS",
+    "Recipe",
+    "get_recipe",
+    "label_of",
+]
 
 ACCUMULATIONS = ("bf16_nearest", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
@@ -139,6 +148,16 @@ class Recipe:
         """
         return sum(known[getattr(self, role)].bytes_per_element for role, known in ROLES.items())
 
+    @property
+    def label(self) -> str:
+        """The name for messages, with the formats that differ from the recipe of that name.
+
+        Example:
+            >>> get_recipe("bf16-stochastic", weights="bf16+16").label
+            'bf16-stochastic with weights=bf16+16'
+        """
+        return label_of(vars(self))
+
     def format_of(
         self, role: str, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16
     ) -> Format:
@@ -179,6 +198,16 @@ def _fault(role: str, name: Any) -> str:
     if role == "weights":
         return "does not store bf16 weights"
     return f"is a format for {_NUMBERS[roles[0]]}"
+
+
+def label_of(recipe: Mapping[str, Any]) -> str:
+    """:attr:`Recipe.label` of a recipe's fields, of which a state dict has a part."""
+    name = recipe["name"]
+    named = RECIPES.get(name)
+    changed = [
+        f"{role}={recipe[role]}" for role in ROLES if named and recipe[role] != getattr(named, role)
+    ]
+    return f"{name} with {', '.join(changed)}" if changed else name
 
 
 RECIPES: dict[str, Recipe] = {

@@ -97,6 +97,14 @@ def test_it_can_be_called_again_with_the_same_recipe():
         assert prepare(model, optimizer, NAMES[1]) == (model, optimizer)
 
 
+def test_a_recipe_that_was_changed_is_told_from_the_one_of_its_name():
+    model = network()
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe=get_recipe(NAMES[1], weights="bf16+8"))
+    said = rf"'{NAMES[1]} with weights=bf16\+8' and prepare was asked for '{NAMES[1]}': "
+    with pytest.raises(ValueError, match=said):
+        prepare(model, optimizer, NAMES[1])
+
+
 def test_an_optimizer_of_another_recipe_is_refused_with_both_names():
     model = network()
     optimizer = torch_bf16.AdamW(model.parameters(), recipe=NAMES[1])

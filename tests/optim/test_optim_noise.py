@@ -149,7 +149,7 @@ def rounds(model, count, make=torch_bf16.AdamW, between=lambda model: None):
 
 
 def test_a_fourth_optimizer_that_repeats_the_noise_of_the_first_is_named_once(model):
-    match = r"begun at step 0 4 times, .*now an AdamW.* with seed 0: .*seed=round"
+    match = r"begun at step 0 4 times, .*now an AdamW.* seed 0: .*get_recipe\(recipe, seed=round\)"
     with pytest.warns(UserWarning, match=match) as warned:
         rounds(model, 6)
     assert len(warned) == 1

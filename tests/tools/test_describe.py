@@ -37,6 +37,13 @@ def test_it_prints_one_line():
     )
 
 
+def test_it_names_the_formats_that_were_changed_in_a_recipe():
+    recipe = torch_bf16.get_recipe("bf16-fp32-master", weights="bf16_stochastic", exp_avg="int8")
+    line = str(torch_bf16.describe(model(), torch_bf16.get_recipe(recipe, seed=3)))
+    assert line.startswith("bf16-fp32-master with weights=bf16_stochastic, exp_avg=int8: 4.2 k ")
+    assert torch_bf16.describe(model(), torch_bf16.Recipe(exp_avg="int8")).recipe == "custom"
+
+
 def test_the_backend_is_the_one_that_the_recipe_names():
     recipe = torch_bf16.get_recipe("bf16-stochastic", backend="eager")
     assert torch_bf16.describe(model(), recipe).backend == "eager"

@@ -115,7 +115,7 @@ def check_conversion(
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
-            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer "
+            f"{optimizer.recipe.label!r}. To change the recipe, make a new torch.optim optimizer "
             "and convert that one"
         )
     if held := held_optimizers(optimizer):
@@ -213,7 +213,7 @@ def check_same(
     ]
     if differing:
         raise ValueError(
-            f"{where} recipe {found.name!r} and {function} was asked for {asked.name!r}: "
+            f"{where} recipe {found.label!r} and {function} was asked for {asked.label!r}: "
             f"{', '.join(differing)}. Use one recipe for both: call {function} with the existing "
             "one's recipe, or make a new one in its place. Nothing was changed"
         )

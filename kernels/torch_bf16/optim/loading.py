@@ -17,6 +17,7 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors, suffix_errors
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_of
+from torch_bf16.recipe import label_of
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
 from torch_bf16.sharding import any_flattened, bare_name, same_memory, shard_of
 from torch_bf16.states import schema
@@ -168,8 +169,8 @@ class _Loading:
                 logging.WARNING if self._changes.lost else logging.INFO,
                 "loaded a state dict %s into recipe %r: %s. Keep the file if the rounded numbers "
                 "may be needed exactly",
-                f"of recipe {header['recipe']['name']!r}" if header else "without a recipe",
-                self._recipe.name,
+                f"of recipe {label_of(header['recipe'])!r}" if header else "without a recipe",
+                self._recipe.label,
                 self._changes,
             )
 

@@ -227,7 +227,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     The bits that a cast has cut off their weights are in exact masters now, and are freed.
     """
     if changes.lost:
-        _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
+        _logger.warning("the state went into recipe %r: %s", optimizer.recipe.label, changes)
     _check_reduced(optimizer)
     snapshots = optimizer._engine.snapshots
     for each in members:
@@ -281,7 +281,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Sha
     ]
     if dropped:
         raise ValueError(
-            f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
+            f"the model was cast for exact masters, and recipe {optimizer.recipe.label!r} of the "
             f"optimizer keeps none for {len(dropped)} of its parameters. Give both one recipe: "
             "torch_bf16.prepare(model, optimizer, recipe) does"
         )

@@ -61,7 +61,7 @@ def warn_if_repeated(optimizer: BF16Optimizer, members: Sequence[Member]) -> Non
             "the noise is the same each time, so that the roundings of one round are those of "
             "every round, and do not average out. Keep one optimizer and its state, or load the "
             "state dict of the one before, or give each a seed of its own: "
-            f"torch_bf16.get_recipe({optimizer.recipe.name!r}, seed=round)",
+            "torch_bf16.get_recipe(recipe, seed=round)",
             key="repeated noise",
         )
 

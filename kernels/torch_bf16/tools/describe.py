@@ -31,7 +31,7 @@ class Description:
     """What is trained, in which formats, and how many bytes that takes; ``str()`` is one line.
 
     Attributes:
-        recipe: the recipe's name.
+        recipe: the recipe's ``label``: its name, with the formats that were changed in it.
         parameters: elements by dtype, including those on other ranks; a complex number counts as
             two.
         trained: elements of the parameters that require a gradient and have a dtype that can be
@@ -144,7 +144,7 @@ def describe(
         compute=recipe.compute,
         offload=recipe.offload,
         divided=None if optimizer is None else optimizer._engine.divided,
-        recipe=recipe.name,
+        recipe=recipe.label,
         parameters=dict(dtypes),
         trained=trained,
         bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
