@@ -206,6 +206,11 @@ class Preparation:
             torch_bf16.setup_gradients(model, optimizer, release)
             self._set_up.add(optimizer)
 
+    def newly_trained_compute(self) -> str | None:
+        """The recipe's ``compute`` for the models of the last optimizer that was set up, if any."""
+        last = [optimizer for optimizer, _ in self._newly_trained][-1:]
+        return self._recipe_of(last).compute if last else None
+
     def report(self) -> Iterator[tuple[Any, str]]:
         """Yield a line for each optimizer that was set up, and for each untrained model.
 

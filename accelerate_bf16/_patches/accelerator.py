@@ -230,7 +230,10 @@ def prepare_optimizer(
 
 @without_deepspeed
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
-    """The context of the wrapped forward, for modules that are called outside it."""
+    """The context of the wrapped forward, for modules that are called outside it.
+
+    If models compute in different ways, it is that of the one whose optimizer was prepared last.
+    """
     from accelerate_bf16 import models
     from accelerate_bf16.recipe_options import options_of
 
@@ -317,6 +320,8 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
             settings.gradient_accumulation_steps,
             sync_each=accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
+        if compute := _current.newly_trained_compute():
+            accelerator._bf16_compute = compute
         lines = list(_current.report())
     finally:
         _current = None

@@ -100,6 +100,24 @@ def test_what_a_model_computes_in_is_an_option(make_accelerator, monkeypatch, co
     optimizer.step()
 
 
+def test_autocast_is_that_of_an_optimizers_own_recipe(make_accelerator):
+    accelerator = make_accelerator("bf16-stochastic")
+    x = batches(1)[0][0]
+
+    def computed_in():
+        with accelerator.autocast():
+            return (x @ x.T).dtype
+
+    assert computed_in() == torch.bfloat16
+    model = network()
+    recipe = torch_bf16.get_recipe("bf16-stochastic", compute="fp32")
+    accelerator.prepare(model, torch_bf16.AdamW(model.parameters(), recipe=recipe))
+    assert computed_in() == torch.float32
+    model = network()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert computed_in() == torch.bfloat16
+
+
 def test_the_backend_comes_from_the_handler_else_from_the_environment(
     make_accelerator, monkeypatch
 ):
