@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod, finalize
 
 from torch.library import Library
 
@@ -219,7 +220,15 @@ class Replacement:
         # Ours, each with what it took the place of. There are several if others lie in between.
         self._layers: list[tuple[Any, Any]] = []
         self._latest: Any = None
-        at_restore(self.undo)
+        undo = WeakMethod(self.undo)
+
+        def undo_if_alive() -> None:
+            if (method := undo()) is not None:
+                method()
+
+        # What is in a program's own class keeps this, and this must not keep the class.
+        at_restore(undo_if_alive)
+        finalize(self, _at_restore.remove, undo_if_alive).atexit = False
 
     def apply(self) -> None:
         """Put ours on top, unless it is there or the patch is turned off."""
@@ -320,5 +329,5 @@ def restore() -> None:
         >>> torch.autocast.__exit__.__module__
         'torch.amp.autocast_mode'
     """
-    for each in _at_restore:
+    for each in [*_at_restore]:
         each()

@@ -1,12 +1,14 @@
 """LitEma, whose averages are buffers, follows bf16 weights in fp32, or is named."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from averaged_network import LitEma, move, network
 
-from torch_bf16 import cast_model
+from torch_bf16 import cast_model, torch_patches
 
 DECAY = 0.999
 
@@ -47,6 +49,28 @@ def test_a_class_that_is_defined_after_the_first_cast_follows_from_the_next_cast
     ema(model)
     moved = {name for name, each in averages(ema).items() if not torch.equal(before[name], each)}
     assert moved >= {"0weight", "3weight"}
+
+
+def test_a_class_that_a_program_has_dropped_is_freed():
+    class Dropped(LitEma):
+        def forward(self, model: torch.nn.Module) -> None:
+            assert self.m_name2s_name
+            super().forward(model)
+
+    stock = Dropped.forward
+    for _ in range(2):
+        cast_model(network())
+        ours = Dropped.forward
+        assert ours is not stock
+        cast_model(network())
+        assert Dropped.forward is ours
+        torch_patches.restore()
+        assert Dropped.forward is stock
+    cast_model(network())
+    kept = weakref.ref(Dropped)
+    del Dropped, stock, ours
+    gc.collect()
+    assert kept() is None
 
 
 class WithOtherArguments(LitEma):

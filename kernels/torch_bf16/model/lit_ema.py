@@ -8,9 +8,9 @@ by the attribute that tells which buffer follows which weight.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,15 @@ def _classes() -> Iterator[type[nn.Module]]:
             yield each
 
 
-@functools.cache
+# What a replacement puts into its class keeps it, and a strong reference would keep the class.
+_replacements: WeakKeyDictionary[type, ref[Replacement]] = WeakKeyDictionary()
+
+
 def _replacement(kind: type[nn.Module], warn: Callable[[str | None, str], None]) -> Replacement:
+    known = _replacements.get(kind)
+    if known is not None and (found := known()) is not None:
+        return found
+
     def moving(original: Any) -> Any:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Copies name the model as they like, and some take more than it.
@@ -64,7 +71,9 @@ def _replacement(kind: type[nn.Module], warn: Callable[[str | None, str], None])
 
         return forward
 
-    return Replacement("lit_ema", kind, "forward", moving)
+    made = Replacement("lit_ema", kind, "forward", moving)
+    _replacements[kind] = ref(made)
+    return made
 
 
 class _InOwnDtype(TorchFunctionMode):
