@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["over_same_memory", "place_and_version", "share_like", "span"]
+__all__ = ["over_same_memory", "place_and_version", "share_like", "span", "without_gaps"]
 
 _T = TypeVar("_T")
 
@@ -33,6 +33,24 @@ def span(tensor: Tensor) -> tuple[int, int]:
         return start, start
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def without_gaps(tensor: Tensor) -> bool:
+    """Whether its elements fill a block of memory, each once, in whatever order of dimensions.
+
+    Example:
+        >>> matrix = torch.zeros(4, 2)
+        >>> [without_gaps(each) for each in (matrix.t(), matrix[:, 0], matrix[:1].expand(4, 2))]
+        [True, False, False]
+    """
+    if tensor.is_contiguous():
+        return True
+    expected, strides = 1, zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in strides if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def over_same_memory(tensors: Iterable[tuple[_T, Tensor]]) -> Iterator[tuple[_T, _T]]:

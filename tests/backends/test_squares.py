@@ -124,14 +124,22 @@ def test_the_number_of_threads_does_not_change_a_bit():
 
 
 def test_what_no_kernel_reads_is_left_to_torch():
-    strided = torch.randn(8, 6).t()
+    strided, repeated = torch.randn(8, 6)[:, ::2], torch.randn(1, 6).expand(8, 6)
     assert addresses_and_sizes([strided]) is None
-    for tensor in (strided, torch.randn(40).half(), torch.randn(40).double()):
+    assert addresses_and_sizes([repeated]) is None
+    for tensor in (strided, repeated, torch.randn(40).half(), torch.randn(40).double()):
         parameter = torch.nn.Parameter(torch.zeros_like(tensor))
         parameter.grad = tensor
         norm = torch_bf16.total_norm(parameter)
         assert norm.item() == pytest.approx(tensor.double().norm().item(), rel=1e-6)
         assert norm.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_order_of_dimensions_in_memory_is_all_one_to_a_kernel(dtype):
+    matrix, images = torch.randn(8, 6).to(dtype), torch.randn(4, 3, 5, 5).to(dtype)
+    found = float(backends.squares([matrix.t(), images.to(memory_format=torch.channels_last)]))
+    assert found == pytest.approx(exact([matrix.flatten(), images.flatten()]), rel=1e-14)
 
 
 @each_device()

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_bf16.memory import without_gaps
+
 __all__ = ["READ_DTYPES", "addresses_and_sizes", "cut"]
 
 READ_DTYPES = (torch.bfloat16, torch.float32)
@@ -33,15 +35,13 @@ def addresses_and_sizes(tensors: Sequence[Tensor]) -> np.ndarray | None:
         tensors: of one dtype, on one device.
 
     Returns:
-        The array, or None if a tensor is neither bf16 nor fp32, is not contiguous, or has no memory
-        of its own.
+        The array, or None if a tensor is neither bf16 nor fp32, has gaps in memory or elements in
+        one place, or has no memory of its own.
     """
     plain = {*map(type, tensors)} <= {Tensor, torch.nn.Parameter}
-    if (
-        not plain
-        or tensors[0].dtype not in READ_DTYPES
-        or not all(map(Tensor.is_contiguous, tensors))
-    ):
+    if not plain or tensors[0].dtype not in READ_DTYPES:
+        return None
+    if not all(map(without_gaps, tensors)):
         return None
     rows = np.array([*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)], np.int64)
     addresses, numels = rows = rows.reshape(2, -1)

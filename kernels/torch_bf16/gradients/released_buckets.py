@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_bf16.memory import without_gaps
+
 from .ddp_hook import Reducer, hook_holder
 from .ddp_sums import Fp32Reduction
 from .hooked_parameters import released
@@ -85,11 +87,8 @@ def _as_written(view: Tensor, parameter: Tensor) -> Tensor:
     That is the order of the parameter's memory, such as channels_last, if it has no gaps; the
     bucket shows each part as if it were contiguous.
     """
-    expected, strides = 1, zip(parameter.stride(), parameter.shape, strict=True)
-    for stride, size in sorted(pair for pair in strides if pair[1] != 1):
-        if stride != expected:
-            return view
-        expected *= size
+    if not without_gaps(parameter):
+        return view
     return view.as_strided(parameter.shape, parameter.stride())
 
 
