@@ -161,6 +161,32 @@ def test_a_second_step_on_clipped_gradients_scales_them_as_well(recwarn):
     assert not recwarn
 
 
+def test_a_second_step_on_gradients_without_a_norm_is_skipped_as_well():
+    parameters, optimizer = run()
+    give(parameters, float("inf"))
+    torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
+    for _ in range(3):
+        optimizer.step()
+    assert_moved(parameters, 0.0)
+    assert optimizer.skipped_steps == 3
+    give(parameters, 0.5)
+    optimizer.step()
+    assert_moved(parameters, 0.5)
+
+
+def test_what_the_program_asks_for_a_second_step_replaces_the_clip(recwarn):
+    parameters, optimizer = run()
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    optimizer.step()
+    assert_moved(parameters, 0.25)
+    for parameter in parameters:
+        parameter.grad.data.fill_(0.5)  # torch counts no write
+    optimizer.scale_next_step(1.0)
+    optimizer.step()
+    assert_moved(parameters, 0.75)
+    assert not recwarn
+
+
 def test_gradients_that_another_backward_added_to_are_not_scaled_by_half_of_them():
     parameters, optimizer = run()
     torch_bf16.clip_next_step(optimizer, 1.0)

@@ -58,7 +58,8 @@ class Pending:
         self._clipped: _Clipped | None = None
         self._nonfinite: Tensor | None = None  # whether a clip found no finite norm
         self._found_inf: Tensor | None = None  # the user's own request
-        self._read: tuple[float | Tensor, _Clipped] | None = None  # by the last step
+        # What the last step read: the first three of these.
+        self._read: tuple[float | Tensor, Tensor | None, _Clipped] | None = None
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
@@ -72,8 +73,9 @@ class Pending:
         self._read = None
 
     def note_step(self) -> None:
-        """Cancel all requests; only a further step on the gradients that were clipped scales."""
-        read = None if self._clipped is None else (self.coefficient, self._clipped)
+        """Cancel all requests; those of a clip count for a further step on the same gradients."""
+        clipped = self._clipped
+        read = None if clipped is None else (self.coefficient, self._nonfinite, clipped)
         self.reset()
         self._read = read
 
@@ -92,7 +94,7 @@ class Pending:
                 f"coefficient={coefficient!r} must be a finite number or a tensor with one "
                 "element, by which the next step multiplies every gradient"
             )
-        self.coefficient = coefficient
+        self.coefficient, self._read = coefficient, None
 
     def forget_coefficient(self) -> None:
         """Scale nothing: gradients are scaled. A request to skip stays, whatever is written."""
@@ -178,12 +180,11 @@ class Pending:
         return StepInputs(self.coefficient, grad_scale, found_inf)
 
     def _take_up(self) -> bool:
-        """Scale as the last step did, unless there is a newer request."""
+        """Scale, or skip, as the last step did, unless there is a newer request."""
         read, self._read = self._read, None
-        scaled = isinstance(self.coefficient, Tensor) or self.coefficient != 1.0
-        if read is None or scaled or self._clipped is not None:
+        if read is None or self._clipped is not None:
             return False
-        self.coefficient, self._clipped = read
+        self.coefficient, self._nonfinite, self._clipped = read
         return True
 
     def forget_skipped(self) -> None:

@@ -177,13 +177,17 @@ def clip_next_step(
     that were clipped if others come before the step. Scaling that ``scale_next_step`` or an earlier
     clip since the last backward pass has requested counts as done.
 
+    Writes that torch does not count, by ``.data`` or a replayed CUDA graph, are not seen: a program
+    that clips only some of its steps calls ``optimizer.scale_next_step(1.0)`` before the others.
+
     Args:
         optimizers: one or several.
         max_norm: the largest norm that is left alone.
         parameters: parameters whose common norm is clipped; None for all that the optimizers own.
         error_if_nonfinite: raise if the norm is not finite; that waits for the device.
         skip_nonfinite: if the norm is not finite, the next steps on these parameters leave weights,
-            states and step counts as they are and add 1 to ``optimizer.skipped_steps``.
+            states and step counts as they are and add 1 to ``optimizer.skipped_steps``; so does a
+            further step on the same gradients.
 
     Returns:
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
