@@ -129,6 +129,26 @@ def test_class_whose_constructor_is_not_torchs_is_told_to_convert_what_it_holds(
     prepare(model, [inner], "bf16-stochastic")
 
 
+@pytest.mark.parametrize("function", [prepare, lambda m, o, r: convert(o, r, model=m)])
+def test_class_that_sets_up_all_but_the_hooks_of_torchs_constructor_is_refused(function):
+    class Plain(torch.optim.SGD):
+        """Steps in stock torch, which adds hooks to step() in the constructor."""
+
+        def __init__(self, parameters):
+            self.defaults, self.state = {"lr": 0.1}, {}
+            self.param_groups = [{"params": [*parameters], "lr": 0.1}]
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for each in self.param_groups[0]["params"]:
+                each.sub_(each.grad, alpha=0.1)
+
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match=r"constructor does not call .* no hooks\. "):
+        function(model, Plain(model.parameters()), "bf16-stochastic")
+    assert model.weight.dtype == torch.float32
+
+
 def test_class_that_takes_bf16_weights_only_is_refused_with_what_to_use(monkeypatch):
     kind = type("AdamWBF16", (torch.optim.SGD,), {})
     module = "simpletuner.helpers.training.optimizers.adamw_bfloat16"

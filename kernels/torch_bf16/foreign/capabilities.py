@@ -112,6 +112,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return "it updates what sparse gradients touch, and gradients here are dense"
     # fairseq's CompositeOptimizer is such a class, around wrappers of optimizers.
     missing = [name for name in ("defaults", "param_groups") if not hasattr(optimizer, name)]
+    # Others set these two themselves, and torch's own step() does without hooks then.
+    missing = missing or ["hooks"] * (not hasattr(optimizer, "_optimizer_step_pre_hooks"))
     if missing:
         return (
             "its constructor does not call torch.optim.Optimizer's, so it has no "
