@@ -254,3 +254,19 @@ def flat(make, recipe):
 @pytest.mark.parametrize("make", [unnamed, converted])
 def test_flat_parameters_are_refused(ranks, make, recipe):
     ranks(4, flat, make, recipe)
+
+
+def cast_inside_a_wrapper():
+    inside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped = FSDP(inside, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(inside.parameters(), lr=0.1)
+    for model in (inside, inside[1], wrapped):
+        with pytest.raises(ValueError, match="inside FullyShardedDataParallel, which has copied"):
+            torch_bf16.prepare(model, optimizer)
+    # The wrapper works as before.
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_what_a_wrapper_has_flattened_is_not_cast_without_it(ranks):
+    ranks(1, cast_inside_a_wrapper)

@@ -23,7 +23,7 @@ from torch_bf16.memory import share_like
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_in
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding import has_run, units
+from torch_bf16.sharding import any_flattened, has_run, units
 
 from . import cast_modules
 from .aliases import Alias, refuse_tied
@@ -217,8 +217,8 @@ def _parts(model: nn.Module, recipe: Recipe) -> _Parts:
             to_bf16[id(parameter)] = parameter
         elif parameter.dtype == torch.bfloat16:
             in_bf16.add(id(parameter))
-    if to_fp32 or to_bf16:
-        _check_wrappers(model)
+    if changed := [*to_fp32.values(), *to_bf16.values()]:
+        _check_wrappers(model, changed)
     refuse_tied(model, to_bf16.values())
     _check_groups(model, set(to_fp32), set(to_bf16))
     return _Parts(in_fp32, asked, to_fp32, to_bf16, in_bf16)
@@ -235,7 +235,7 @@ def _warn_of_buffers(gradients: list[Tensor]) -> None:
         )
 
 
-def _check_wrappers(module: nn.Module) -> None:
+def _check_wrappers(module: nn.Module, changed: Iterable[nn.Parameter]) -> None:
     for sub in module.modules():
         if isinstance(sub, DistributedDataParallel):
             raise ValueError(
@@ -248,12 +248,14 @@ def _check_wrappers(module: nn.Module) -> None:
                 "GPUs, whose threads know nothing of the dtype of torch.autocast and would compute "
                 "in fp16. Use DistributedDataParallel, or leave one GPU in CUDA_VISIBLE_DEVICES"
             )
-        if type(sub).__name__ == "FullyShardedDataParallel":
-            raise ValueError(
-                "cast_model was given a module inside FullyShardedDataParallel, which has copied "
-                "its parameters into flat ones. Cast first, then wrap it; or shard with "
-                "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
-            )
+    flat = any(type(sub).__name__ == "FullyShardedDataParallel" for sub in module.modules())
+    # Where the root alone was wrapped, the module inside it has no wrapper of its own.
+    if flat or any_flattened(changed):
+        raise ValueError(
+            "cast_model was given a module inside FullyShardedDataParallel, which has copied its "
+            "parameters into flat ones. Cast first, then wrap it; or shard with "
+            "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
+        )
     # The first forward settles the dtype in which gradients are reduced.
     if has_run(module):
         raise ValueError(
