@@ -62,7 +62,6 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
             for hook in hooks:
                 hook.remove()
     engine.name_parameters(parameters_of(optimizer))
-    engine.name_parameters(parameters_of(optimizer))
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
     watches = [each.data for each in engine.snapshots.values() if each.data is not None]
