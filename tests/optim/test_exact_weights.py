@@ -299,6 +299,23 @@ def test_a_value_that_is_no_tensor_is_refused(frozen):
         weights[name] = None
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_frozen_weights_beside_an_optimizer_of_another_recipe_are_exact(reverse):
+    trained, frozen = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    frozen[1].requires_grad_(False)
+    before = frozen[1].weight.clone()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (trained, frozen[0])]
+    torch_bf16.prepare(trained, optimizers[0], "bf16-stochastic")
+    torch_bf16.prepare(frozen, optimizers[1], "bf16-fp32-master")
+    model = nn.ModuleList([trained, frozen])
+    given = optimizers[::-1] if reverse else optimizers
+    assert torch.equal(torch_bf16.fp32_state_dict(model, *given)["1.1.weight"], before)
+    with torch_bf16.exact_weights(model, *given) as weights:
+        weights["1.1.weight"] += 1e-5
+    after = torch_bf16.fp32_state_dict(model, *given)["1.1.weight"]
+    torch.testing.assert_close(after, before + 1e-5, rtol=0.0, atol=1e-7)
+
+
 def test_averaging_every_eight_steps_moves_as_far_as_in_fp32():
     """Local SGD of two replicas at 1e-5: by ``p.data`` 60 % of the movement were lost."""
 

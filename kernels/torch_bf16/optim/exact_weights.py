@@ -20,6 +20,7 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.engine.wrappers import optimizers_for, warn_of_left_out
 from torch_bf16.errors import with_article
 from torch_bf16.model import remainders
+from torch_bf16.model.cast_modules import stored_by
 from torch_bf16.sharding import Shard, local, reshard, shard_of, units
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
@@ -66,6 +67,9 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     else:
         # What the first step makes of the bits that wait for it.
         format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
+        if len(format_.planes) == 1:  # they wait in a model that another recipe has cast
+            whole = remainders.second_plane(shard, torch.float32)
+            return shard.place(visible.float() if whole is None else whole)
         waiting = zip(format_.plane_names("")[1:], format_.planes[1:], strict=True)
         masters = {key: remainders.second_plane(shard, plane.dtype) for key, plane in waiting}
     if format_ is None or any(each is None for each in masters.values()):
@@ -281,10 +285,13 @@ def _write_others(
 ) -> None:
     """Write parameters that no optimizer has; what bf16 drops is kept as a cast keeps it."""
     dropped_from = {}
+    cast = ((sub, stored_by(sub)) for sub in model.modules())
+    recipes = {id(p): each for sub, each in cast if each for p in sub._parameters.values()}
     for parameter, value in values.items():
         visible = value.detach().to(parameter.device)
         if optimizers and (parameter.dtype, value.dtype) == (torch.bfloat16, torch.float32):
-            visible, dropped = remainders.split(visible, optimizers[0].recipe)
+            recipe = recipes.get(id(parameter), optimizers[0].recipe)
+            visible, dropped = remainders.split(visible, recipe)
             if dropped is not None:
                 dropped_from[id(parameter)] = dropped
         parameter.copy_(visible)
