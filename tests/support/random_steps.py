@@ -99,6 +99,11 @@ class RandomSteps(RuleBasedStateMachine):
     ) -> None:
         """A step on the sum of micro-batches, of which some weights have no or one gradient."""
         self.steps += 1
+        for pair in self._pairs().values():
+            # After a resume the program has none, and zeros take a step.
+            if any(each.grad is None for each in pair):
+                for each in pair:
+                    each.grad = None
         for net, optimizer in self._both():
             optimizer.zero_grad(set_to_none=to_none)
             # The gradients of the twin's fp32 weights are fp32.
