@@ -182,9 +182,14 @@ def test_a_norm_that_is_not_finite_skips_the_step_where_that_is_asked(backend):
     assert norm.isinf()
     assert_same(snapshot(optimizer), before)
     assert optimizer.skipped_steps == 1
-    # Told for one step: the next takes what it finds.
+    optimizer.step()  # on the same gradients
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 2
+    # Told for these gradients: the next step takes what it finds.
+    set_gradients(parameters_of(optimizer), 2)
     optimizer.step()
     assert differs(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 2
 
 
 def test_clipping_the_next_step_writes_no_gradient_and_clipping_gradients_does():
