@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
+from torch_bf16 import plugin_api
 
 __all__ = [
     "autocast",
     "carry_autocast",
     "is_wrapped",
-    "unwrap_compiled",
     "unwrap_model",
 ]
 
@@ -33,18 +33,11 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
-def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given: the user's own module, or a wrapper around it."""
-    while isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-        model = compiled
-    return model
-
-
 def is_wrapped(model: nn.Module) -> bool:
     """Whether an Accelerator has prepared this model and put a wrapper around it."""
     # A compiled module shows the marks of the one inside, which may have been prepared bare, in
     # another mode and before it was compiled.
-    inner = unwrap_compiled(model)
+    inner = plugin_api.unwrap_compiled(model)
     return getattr(inner, "_is_accelerate_prepared", False) and unwrap_model(inner) is not inner
 
 

@@ -15,7 +15,7 @@ import torch_bf16
 from torch_bf16 import plugin_api
 
 from ._patches import patches
-from .models import is_wrapped, unwrap_compiled, unwrap_model
+from .models import is_wrapped, unwrap_model
 from .optimizers import converted_optimizers, trained_models, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_release_under_deepspeed, refuse_wrapped
@@ -81,9 +81,9 @@ class Preparation:
     def take(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Take note of what is prepared, or refuse it; nothing of it is changed."""
         for model in new_models:
-            inner = unwrap_compiled(model)
+            inner = plugin_api.unwrap_compiled(model)
             dtypes = {p.dtype for p in plugin_api.parameters_in(unwrap_model(model))}
-            ours = any(inner is unwrap_compiled(each) for each in self._other_models)
+            ours = any(inner is plugin_api.unwrap_compiled(m) for m in self._other_models)
             if not ours and (not is_wrapped(model) or torch.bfloat16 not in dtypes):
                 refuse_wrapped(self.mode, inner)
         self._models = _unique([*self._models, *map(unwrap_model, new_models)])

@@ -28,6 +28,7 @@ from .model.unconverted import warn_unconverted
 from .optim.replaced import refuse_replaced
 from .parameters import parameters_in, parameters_of
 from .prepare import prepare_for_deepspeed
+from .sharding import unwrap_compiled
 
 __all__ = [
     "cast_recipe",
@@ -50,6 +51,7 @@ __all__ = [
     "refuse_unmatched",
     "release_options",
     "sync_wrapped_masters",
+    "unwrap_compiled",
     "warn_unconverted",
     "widen_tensors",
 ]

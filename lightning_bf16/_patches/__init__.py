@@ -6,7 +6,7 @@ A run without a mode imports none of the core, and none of the modules that need
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -90,11 +90,10 @@ def _refusing(why: str, original: Any) -> Any:
 
 def _once_in_use(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``original``, and what wraps it from when a plugin of ours exists."""
-    module, _, function = name.partition(".")
 
     @functools.cache
     def wrapped() -> Callable[..., Any]:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), function)(original)
+        return pkgutil.resolve_name(f"{__name__}.{name}")(original)
 
     return lambda *args, **named: (wrapped() if in_use() else original)(*args, **named)
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 from operator import attrgetter
 
 import pytest
@@ -36,9 +37,8 @@ def test_a_program_may_name_the_arguments(module, path):
     original = replacement.__wrapped__
     lightnings = lightning_bf16._patches.REPLACED.get(module.rpartition(".")[2], {})
     if isinstance(name := lightnings.get(path), str):  # what stands there imports it when used
-        maker = attrgetter(name.partition(".")[2])
-        folder = f"lightning_bf16._patches.{name.partition('.')[0]}"
-        replacement = maker(importlib.import_module(folder))(original)
+        maker = pkgutil.resolve_name(f"lightning_bf16._patches.{name}")
+        replacement = maker(original)
     ours = inspect.signature(replacement, follow_wrapped=False).parameters
     theirs = inspect.signature(original).parameters
     named = [each.name for each in ours.values() if each.kind in BY_NAME]

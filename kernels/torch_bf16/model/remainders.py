@@ -30,6 +30,7 @@ from torch_bf16.sharding import (
     settle_at_exit,
     shard_of,
     shown_like,
+    unwrap_compiled,
 )
 
 from .fingerprint import Fingerprint
@@ -353,7 +354,7 @@ def sync_masters(
     if not dist.is_available() or not dist.is_initialized():
         return
     settle_at_exit()
-    wrapped = getattr(model, "_orig_mod", model)  # torch.compile is the outermost wrapper
+    wrapped = unwrap_compiled(model)
     if group is None and isinstance(wrapped, DistributedDataParallel):
         group = wrapped.process_group
     if src is None:
@@ -391,7 +392,7 @@ def sync_masters(
 
 def sync_wrapped_masters(wrapped: nn.Module, sent: bool) -> None:
     """:func:`sync_masters` if a wrapper has sent weights: DDP does, FSDP1 if ``sent`` is true."""
-    inner = getattr(wrapped, "_orig_mod", wrapped)
-    sent = sent and any_flattened(inner.parameters())
+    inner = unwrap_compiled(wrapped)
+    sent = sent and any_flattened(parameters_in(inner))
     if sent or isinstance(inner, DistributedDataParallel):
         sync_masters(inner)

@@ -36,7 +36,7 @@ from .local import (
     whole,
 )
 from .many import Parameters, all_same, gradients_of, no_torch_function, unlike_memory
-from .names import WRAPPERS, bare_name, saved_names, without_wrappers
+from .names import WRAPPERS, bare_name, saved_names, unwrap_compiled, without_wrappers
 from .shard import Shard
 from .span import Span
 from .wrapped import PLAIN, missing_memory
@@ -83,6 +83,7 @@ __all__ = [
     "unit_of",
     "units",
     "unlike_memory",
+    "unwrap_compiled",
     "version_of",
     "versions_of",
     "watch_files",

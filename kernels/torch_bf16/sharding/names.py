@@ -1,4 +1,4 @@
-"""Names of parameters that do not depend on the wrappers around their module."""
+"""What does not depend on wrappers: names of parameters, and what a compiled module runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-__all__ = ["WRAPPERS", "bare_name", "saved_names", "without_wrappers"]
+from torch import nn
+
+__all__ = ["WRAPPERS", "bare_name", "saved_names", "unwrap_compiled", "without_wrappers"]
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 """Parts that wrappers put into the names of what is inside them."""
@@ -25,6 +27,13 @@ def bare_name(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given: the user's own module, or a wrapper around it."""
+    while isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        model = compiled
+    return model
 
 
 def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
