@@ -77,6 +77,18 @@ class Net(nn.Module):
                 parameter.copy_(numbers(parameter, number))
 
 
+def make_optimizer(name: str, groups: list[list[Any]], recipe: torch_bf16.Recipe) -> Any:
+    """An optimizer of groups of parameters, named or not; the second is no matrices."""
+    kind, options = {**OURS, **CONVERTED}[name]
+    made: list[dict[str, Any]] = [{"params": group} for group in groups]
+    options = {"lr": 0.01, **options}
+    if name == "Muon":
+        made[1]["use_muon"] = False
+    if name in CONVERTED:
+        return torch_bf16.convert(kind(made, **options), recipe)
+    return kind(made, recipe=recipe, **options)
+
+
 class RandomPrograms(RandomSteps):
     """Hypothesis calls the rules in any order, and prints the shortest program that fails."""
 
@@ -103,20 +115,13 @@ class RandomPrograms(RandomSteps):
         return net, self._optimizer_of(net, backend)
 
     def _optimizer_of(self, net: nn.Module, backend: str) -> Any:
-        kind, options = {**OURS, **CONVERTED}[self.optimizer_name]
         *named, late = [(name, getattr(net, name)) for name in NAMES]
         groups = [[each for each in named if (each[1].ndim == 2) is flag] for flag in (True, False)]
         if self.joined:
             groups.append([late])
         if not self.named:
             groups = [[p for _, p in group] for group in groups]
-        recipe, options = get_recipe(self.recipe, backend=backend), {"lr": 0.01, **options}
-        groups = [{"params": group} for group in groups]
-        if self.optimizer_name == "Muon":
-            groups[1]["use_muon"] = False
-        if self.optimizer_name in CONVERTED:
-            return torch_bf16.convert(kind(groups, **options), recipe)
-        return kind(groups, recipe=recipe, **options)
+        return make_optimizer(self.optimizer_name, groups, get_recipe(self.recipe, backend=backend))
 
     # What both do besides their steps.
 

@@ -18,7 +18,7 @@ import random_programs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from random_programs import CONVERTED, EXACT, OURS, RECIPES
+from random_programs import CONVERTED, EXACT, OURS, RECIPES, make_optimizer
 from random_writes import numbers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -100,18 +100,9 @@ class _Program:
             torch_bf16.sync_masters(self._wrapped)
 
     def _optimizer_of(self, net: nn.Module, recipe: torch_bf16.Recipe) -> Any:
-        kind, options = {**OURS, **CONVERTED}[self._kind]
         named = [*net.named_parameters()]
-        groups: list[dict[str, Any]] = [
-            {"params": [each for each in named if (each[1].ndim == 2) is flag]}
-            for flag in (True, False)
-        ]
-        if self._kind == "Muon":
-            groups[1]["use_muon"] = False
-        options = {"lr": 0.01, **options}
-        if self._kind in CONVERTED:
-            return torch_bf16.convert(kind(groups, **options), recipe)
-        return kind(groups, recipe=recipe, **options)
+        groups = [[each for each in named if (each[1].ndim == 2) is flag] for flag in (True, False)]
+        return make_optimizer(self._kind, groups, recipe)
 
     def _both(self) -> tuple[tuple[Any, nn.Module, Any], ...]:
         """The module that is called, the one inside, and the optimizer, of program and twin."""
