@@ -5,14 +5,29 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["over_same_memory", "place_and_version", "share_like", "span", "without_gaps"]
+__all__ = [
+    "TransposedOrder",
+    "as_it_lies",
+    "over_same_memory",
+    "place_and_version",
+    "share_like",
+    "span",
+    "without_gaps",
+]
 
 _T = TypeVar("_T")
+
+# Kernels divide by rows and columns in fp32, which is exact below 2**20; a chunk comes on top.
+_LONGEST_SIDE = 1 << 19
+# Noise keys hold for one block of 2**32 elements.
+_MOST_ELEMENTS = 1 << 32
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -51,6 +66,67 @@ def without_gaps(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedOrder:
+    """How tensors without gaps lie in memory: as matrices, each of them transposed.
+
+    So lie the weights of convolutions in channels_last, with a matrix
+    ``[height * width, channels]`` for each output channel, and transposed views of matrices. The
+    element at ``row`` and ``column`` of a matrix in memory comes at ``column * rows + row`` if the
+    elements of that matrix are counted in row-major order of the tensor.
+
+    Attributes:
+        dims: the tensor's dimensions as they lie in memory, from the outermost one on.
+        rows: rows of a matrix in memory.
+        columns: columns of a matrix in memory.
+    """
+
+    dims: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TransposedOrder | None:
+        """The order of a tensor; None if it is contiguous, has gaps, or lies otherwise.
+
+        Also None for 2**32 elements and more, and for matrices with 2**19 rows or columns.
+
+        Example:
+            >>> weight = torch.zeros(8, 4, 3, 3).to(memory_format=torch.channels_last)
+            >>> TransposedOrder.of(weight)
+            TransposedOrder(dims=(0, 2, 3, 1), rows=9, columns=4)
+        """
+        if tensor.is_contiguous() or not without_gaps(tensor) or tensor.numel() >= _MOST_ELEMENTS:
+            return None
+        shape, stride = tensor.shape, tensor.stride()
+        # The stride of a dimension of size 1 means nothing.
+        units = [dim for dim, size in enumerate(shape) if size == 1]
+        logical = [dim for dim, size in enumerate(shape) if size > 1]
+        lying = sorted(logical, key=lambda dim: -stride[dim])
+        first = next(n for n, dim in enumerate(lying) if dim != logical[n])
+        last = logical.index(lying[first])
+        if lying != [*logical[:first], *logical[last:], *logical[first:last]]:
+            return None
+        rows = prod(shape[dim] for dim in logical[last:])
+        columns = prod(shape[dim] for dim in logical[first:last])
+        if max(rows, columns) >= _LONGEST_SIDE:
+            return None
+        return cls((*units, *lying), rows, columns)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor, of as many dimensions, lies in this order."""
+        return as_it_lies(tensor, self).is_contiguous()
+
+    def back(self, lying: Tensor) -> Tensor:
+        """The tensor of which :func:`as_it_lies` is ``lying``."""
+        return lying.permute(tuple(map(self.dims.index, range(len(self.dims)))))
+
+
+def as_it_lies(tensor: Tensor, order: TransposedOrder | None) -> Tensor:
+    """A view of a tensor that is contiguous if the tensor lies in an order; None for row-major."""
+    return tensor if order is None else tensor.permute(order.dims)
 
 
 def over_same_memory(tensors: Iterable[tuple[_T, Tensor]]) -> Iterator[tuple[_T, _T]]:

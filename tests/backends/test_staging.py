@@ -147,7 +147,8 @@ def _pieces_of(patch, numel, width, pitch):
 
     link = use(patch, buffer=BUFFER)
     formats = BF16_STOCHASTIC, BF16_NEAREST, BF16_STOCHASTIC
-    variant = Variant(ADAMW, formats, torch.bfloat16, torch.device("cpu"), width < numel)
+    indices = "strided" if width < numel else "consecutive"
+    variant = Variant(ADAMW, formats, torch.bfloat16, torch.device("cpu"), indices)
     weight = torch.zeros(numel, dtype=torch.bfloat16)
     planes = [((weight,), *((link.zeros((numel,), torch.bfloat16),) for _ in range(2)))]
     ones = [np.array([n], np.int64) for n in (numel, 0, width, pitch)]

@@ -1,7 +1,8 @@
-"""Shards whose elements are several runs of the whole tensor: where they lie, and their steps."""
+"""Tensors whose elements are several runs of the whole tensor, or lie in transposed order."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from bucket_cases import BLOCKED, assert_oracle_agrees, id_of, make_case
@@ -49,15 +50,63 @@ def test_tritons_steps_on_runs_equal_the_oracle_bit_for_bit(interpreted, case):
     interpreted(run_and_compare, case, "triton")
 
 
+# Matrices of one row, of one column, cut at both ends, of several chunks, the widest, the highest,
+# and of which the last ends as late as a tensor can.
+TRANSPOSED_SIZES = (0, 3, 4097, 4 * 1021, 2 * 8192 + 6, 9000, 9000, 700)
+MATRICES = (
+    (7, 100),
+    (5, 1),
+    (1, 40),
+    (1021, 9),
+    (3, 9),
+    (2**19 - 1, 3),
+    (3, 2**19 - 1),
+    (64, 1024),
+)
+PLACES = (0, 5, 11, 2**31 - 9, 7, 2**19 - 100, 3 * (2**19 - 5), 2**32 - 700)
+
+
+def walk_and_compare(case, backend):
+    case = make_case(*case, PLACES, sizes=TRANSPOSED_SIZES, matrices=MATRICES)
+    backend = choose(torch.device("cpu"), backend)
+    assert_oracle_agrees(case, backend, (1, 2), PLACES, matrices=MATRICES)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=id_of)
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_steps_in_transposed_order_equal_the_oracle_bit_for_bit(backend, case):
+    walk_and_compare(case, backend)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=id_of)
+def test_tritons_steps_in_transposed_order_equal_the_oracle_bit_for_bit(interpreted, case):
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
+    interpreted(walk_and_compare, case, "triton")
+
+
+@pytest.mark.parametrize("columns", [2, 3, 7, 1000, 2**19 - 3, 2**19 - 1])
+def test_divisions_in_fp32_are_exact(columns):
+    """Of every number that kernels divide, by an inverse that is at most two units off."""
+    x = np.arange(2**19 + 2**15, dtype=np.int64)
+    exact = np.float32(1) / np.float32(columns)
+    units = range(-2, 3)
+    for inverse in (
+        exact * (np.float32(1) + np.float32(unit) * np.float32(2**-23)) for unit in units
+    ):
+        quotients = ((x.astype(np.float32) + np.float32(0.5)) * inverse).astype(np.int32)
+        assert np.array_equal(quotients, x // columns)
+
+
+@pytest.mark.parametrize("indices", ["strided", "transposed"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_triton_compiles_a_kernel_for_runs(target):
+def test_triton_compiles_a_kernel_for_runs(target, indices):
     pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     from dataclasses import replace
 
     from triton_variants import all_variants, compiled
 
     plain = all_variants()["adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"]
-    kernel = compiled(replace(plain, strided=True), target)
+    kernel = compiled(replace(plain, indices=indices), target)
     assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
 
 

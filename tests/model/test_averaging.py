@@ -239,15 +239,24 @@ def test_an_average_that_does_not_lie_in_rows_moves_as_one_that_does():
     assert (rows - value).abs().max() < 2
 
 
-def test_averages_of_channels_last_weights_lie_in_the_order_of_kernels():
-    convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    ema, expected = EMA(convolution, 0.5), convolution.weight.detach().clone()
-    assert ema.module.weight.is_contiguous()
+@pytest.mark.parametrize("earlier", [False, True])
+def test_averages_lie_like_the_weights_that_were_copied_and_move_as_in_rows(earlier):
+    rows = nn.Conv2d(4, 4, 3)
+    convolution = copy.deepcopy(rows)
+    if not earlier:
+        convolution.to(memory_format=torch.channels_last)
+    averages = [EMA(each, 0.5, format="bf16_stochastic") for each in (rows, convolution)]
+    convolution.to(memory_format=torch.channels_last)
+    lies = averages[1].module.weight.is_contiguous(memory_format=torch.channels_last)
+    assert lies == (not earlier)
     for _ in range(3):
-        with torch.no_grad():
-            convolution.weight.add_(1.0)
-        ema.update_parameters(convolution)
-    torch.testing.assert_close(ema.module.weight.detach(), expected + 2.25, atol=1e-5, rtol=0.0)
+        for ema, each in zip(averages, (rows, convolution), strict=True):
+            with torch.no_grad():
+                each.weight.add_(1.0)
+            ema.update_parameters(each)
+    one, other = (ema.module.weight for ema in averages)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one.float(), rows.weight - 0.75, atol=0.02, rtol=0.02)
 
 
 def test_wrong_arguments_are_refused():

@@ -44,9 +44,8 @@ def _with_recordings(function, *arguments):
 
 
 def pair(recipe="stochastic", kind="adamw", **options):
-    dense = {n: p for n, p in make_parameters().items() if p.is_contiguous()}
     for _ in range(2):
-        mine = {n: nn.Parameter(p.detach().clone()) for n, p in dense.items()}
+        mine = make_parameters()
         optimizer = make_optimizer(kind, recipe, "triton", mine.items(), **options)
         set_gradients(parameters_of(optimizer), 0)
         yield optimizer
@@ -334,7 +333,10 @@ def no_gradients():
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(strided_gradient, "a gradient is not contiguous"), (no_gradients, "no parameter has a grad")],
+    [
+        (strided_gradient, "a gradient lies in another order"),
+        (no_gradients, "no parameter has a grad"),
+    ],
 )
 def test_a_step_that_needs_copies_is_refused(recorded, make, message):
     recorded(no_graph_holds, make, message)

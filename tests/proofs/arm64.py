@@ -25,7 +25,7 @@ from arm64 import on_arm64
 from certificate_digests import variants
 from every_rule import RULES
 
-from torch_bf16.backends.certificates.digests import expected, key_of
+from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.sums import wrong_sum
 from torch_bf16.backends.certificates.trial import Trial, digests_of, names_of
 from torch_bf16.backends.cpu import CpuBackend
@@ -63,7 +63,7 @@ def main() -> int:
                 pairs = zip(names_of(variant), digests, expected(variant) or (), strict=True)
                 if differs := [name for name, found, right in pairs if found != right]:
                     wrong += 1
-                    print(f"{cpu}, {key_of(variant)}: {', '.join(differs)} differ", flush=True)
+                    print(f"{cpu}, {variant.name}: {', '.join(differs)} differ", flush=True)
         print(f"{rule}: {tried} trials, {wrong} wrong so far", flush=True)
     return 1 if wrong else 0
 

@@ -17,7 +17,7 @@ from every_rule import RULES
 from planted_faults import PLACES, Planted, shows
 
 from torch_bf16.backends.certificates import certificate
-from torch_bf16.backends.certificates.digests import FILE, key_of
+from torch_bf16.backends.certificates.digests import FILE
 from torch_bf16.backends.certificates.trial import Trial
 
 
@@ -33,9 +33,9 @@ def main():
     if options.places:
         parser.error("--places needs --planted: digests have no faults")
     computed = [variant for rule in options.rules for variant in variants(rule)]
-    others = {key_of(v) for rule in {*RULES} - {*options.rules} for v in variants(rule)}
+    others = {v.name for rule in {*RULES} - {*options.rules} for v in variants(rule)}
     lines = [line for line in FILE.read_text().splitlines(True) if line.split()[0] in others]
-    lines += [f"{key_of(v)} {' '.join(digests_by_the_oracle(v))}\n" for v in computed]
+    lines += [f"{v.name} {' '.join(digests_by_the_oracle(v))}\n" for v in computed]
     FILE.write_text("".join(sorted(lines)))
     print(f"{len(computed)} of {len(lines)} variants computed, {FILE.stat().st_size} bytes")
     return 0
@@ -51,7 +51,7 @@ def planted(rule, places):
                 tried += 1
                 if certificate._load_kernels(Planted(place), trial)() is None:
                     missed += 1
-                    print(f"missed: {place} in {key_of(variant)}")
+                    print(f"missed: {place} in {variant.name}")
     print(f"{rule}: {tried} planted faults in {len(every)} variants, {missed} missed", flush=True)
     return missed
 

@@ -103,10 +103,12 @@ def make_case(
     device="cpu",
     place=lambda t: t,
     runs=None,
+    matrices=None,
 ):
     """``(bucket, gradients)``: random with special values among them, and zero states.
 
-    ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each.
+    ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each,
+    ``matrices`` (columns, rows) of those in transposed order.
     """
     sizes = sizes or sizes_of(layout)
     rule = RULES[rule_name]
@@ -126,7 +128,9 @@ def make_case(
             g[:6] = torch.tensor([np.inf, -np.inf, np.nan, 3e38, 1e-40, 0.0])
         gradients.append(place(g.to(device, gradient)))
     n = len(sizes)
-    variant = Variant(rule, formats, gradient, gradients[0].device, runs is not None)
+    indices = "strided" if runs else "transposed" if matrices else "consecutive"
+    variant = Variant(rule, formats, gradient, gradients[0].device, indices)
+    runs = runs or matrices
     bases = [
         [stream_base(seed, tensor_key(f"p{number}"), stream) for stream in variant.streams]
         for number in range(n)
@@ -200,8 +204,8 @@ def oracle_planes(tensors):
     return tuple(bits(t).copy().view(OF_ORACLE[t.dtype]) for t in tensors)
 
 
-def assert_oracle_agrees(case, backend, steps, offsets, runs=None):
-    """``case`` is what :func:`make_case` gave for the same offsets and runs."""
+def assert_oracle_agrees(case, backend, steps, offsets, runs=None, matrices=None):
+    """``case`` is what :func:`make_case` gave for the same offsets, runs and matrices."""
     bucket, gradients = case
     rule, kernel = bucket.variant.rule, backend.load(bucket)
     roles = ["weight", *(state.name for state in rule.states)]
@@ -221,7 +225,7 @@ def assert_oracle_agrees(case, backend, steps, offsets, runs=None):
             expected[number] = oracle.optimizer_step(
                 rule.name, formats, expected[number], gradient, HYPER,
                 seed=7, name=f"p{number}", step=step, start=offsets[number],
-                run=runs[number] if runs else None,
+                run=runs[number] if runs else None, matrix=matrices[number] if matrices else None,
             )  # fmt: skip
             for role, tensors in zip(roles, planes, strict=True):
                 for want, got in zip(expected[number][role], tensors, strict=True):

@@ -16,7 +16,7 @@ _NAMED = [name for name in LAYOUTS if not name.startswith("only_")]
 
 
 def variants(rule_name):
-    """The variants of a rule that have digests: each layout, each dtype of gradients, in runs.
+    """The variants of a rule that have digests: layouts, dtypes of gradients, orders of indices.
 
     A state has the format of its role, as recipes give it: int8 codes have a sign, second moments
     have none.
@@ -33,9 +33,16 @@ def variants(rule_name):
     for layout in names:
         formats = tuple(FORMATS[each] for each in layout)
         for gradient in (torch.bfloat16, torch.float32):
-            for strided in (False, True):
-                variant = Variant(rule, formats, gradient, torch.device("cpu"), strided)
-                found[variant.name, strided] = variant
+            orders = ["consecutive", "strided"]
+            # Of formats in blocks, a step takes copies in row-major order; and the order is nothing
+            # to a variant without noise.
+            if all(each.block == 1 for each in formats) and any(
+                each.stochastic for each in formats
+            ):
+                orders.append("transposed")
+            for indices in orders:
+                variant = Variant(rule, formats, gradient, torch.device("cpu"), indices)
+                found[variant.name] = variant
     return list(found.values())
 
 
@@ -47,12 +54,12 @@ def by_the_oracle(variant):
     tensors = []
     for number, (planes, gradient) in enumerate(zip(trial.planes, trial.gradients, strict=True)):
         values = {role: tuple(map(_floats, each)) for role, each in zip(roles, planes, strict=True)}
-        _, start, width, pitch = trial.runs[number]
-        run = (width, pitch) if variant.strided else None
+        _, start, *run = trial.runs[number]
+        where = {"strided": {"run": run}, "transposed": {"matrix": run}}.get(variant.indices, {})
         for scalars in trial.scalars:
             values = oracle.optimizer_step(
                 variant.rule.name, formats, values, _floats(gradient), trial.groups[number],
-                seed=SEED, name=f"p{number}", step=int(scalars.steps[number]), start=start, run=run,
+                seed=SEED, name=f"p{number}", step=int(scalars.steps[number]), start=start, **where,
             )  # fmt: skip
         tensors.append([[_bits(plane) for plane in values[role]] for role in roles])
     return settled(variant.formats, tensors)

@@ -63,18 +63,19 @@ def noise(seed, step, key, stream, start, n):
 
 def noise_from(base, step, start, n):
     """`noise` of a stream that starts from other words than its own."""
+    return noise_of(base, step, np.uint64(start) + np.arange(n, dtype=np.uint64))
+
+
+def noise_of(base, step, indices):
+    """uint32: `noise_from` for these uint64 indices."""
     modulus = np.uint64(2**32)
     t0, t1 = base
-    x = np.empty(n, dtype=np.uint64)
-    k1 = np.empty(n, dtype=np.uint64)
-    first, last = start >> 32, (start + max(n, 1) - 1) >> 32
-    for index_hi in range(first, last + 1):
-        begin = max(start, index_hi << 32)
-        end = min(start + n, (index_hi + 1) << 32)
-        here = slice(begin - start, end - start)
-        k0 = mix32(((t0 ^ (index_hi * 0x85EBCA6B % 2**32)) + step * 0x9E3779B9) % 2**32)
-        index_lo = np.uint64(begin % 2**32) + np.arange(end - begin, dtype=np.uint64)
-        x[here] = index_lo ^ np.uint64(k0)
+    high, x = np.divmod(indices, modulus)
+    k1 = np.empty_like(x)
+    for index_hi in np.unique(high):
+        here = high == index_hi
+        k0 = mix32(((t0 ^ (int(index_hi) * 0x85EBCA6B % 2**32)) + step * 0x9E3779B9) % 2**32)
+        x[here] ^= np.uint64(k0)
         k1[here] = mix32(t1 ^ k0)
     x ^= x >> np.uint64(17)
     x = x * np.uint64(0xED5AD4BB) % modulus
@@ -85,6 +86,20 @@ def noise_from(base, step, start, n):
     x = x * np.uint64(0x31848BAB) % modulus
     x ^= x >> np.uint64(16)
     return x.astype(np.uint32)
+
+
+def indices_of(n, start, run=None, matrix=None):
+    """uint64 [n]: the global indices that the arguments of `optimizer_step` give its elements."""
+    if matrix is not None:
+        columns, rows = matrix
+        batch, place = np.divmod(start + np.arange(n), columns * rows)
+        row, column = np.divmod(place, columns)
+        return (batch * (columns * rows) + np.ravel_multi_index((column, row), matrix)).astype(
+            np.uint64
+        )
+    width, pitch = run or (max(n, 1), 0)
+    elements = np.arange(n)
+    return (start + elements // width * pitch + elements % width).astype(np.uint64)
 
 
 # Rules: each takes and gives float32 arrays, with float32 scalars
@@ -190,7 +205,9 @@ def scalars(rule, step, hyper):
 # The step
 
 
-def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, start=0, run=None):
+def optimizer_step(
+    rule, formats, planes, gradient, hyper, *, seed, name, step, start=0, run=None, matrix=None
+):
     """One step of one parameter: decode, rule, encode.
 
     Args:
@@ -200,8 +217,10 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
         gradient: float32, or uint16 bits of bf16.
         hyper: see `scalars`.
         seed, name, step: what the noise depends on, beside the element; step counts from 1.
-        start: global index of the first element.
+        start: global index of the first element, or its place in memory if there is a matrix.
         run: (elements per run, global indices from one run to the next) where these are several.
+        matrix: (columns, rows) where the whole tensor lies in memory as such matrices, of which the
+            global indices go down the columns.
 
     Returns:
         The new planes, role -> planes.
@@ -218,14 +237,8 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
         assert x.dtype == np.float32, (role, x.dtype)
         r = None
         if formats[role] in STOCHASTIC:
-            width, pitch = run or (max(x.size, 1), 0)
-            draws = np.concatenate([np.empty(0, np.uint32)] + [
-                noise(
-                    seed, step, tensor_key(name), stream,
-                    start + local // width * pitch, min(width, x.size - local),
-                )
-                for local in range(0, x.size, width)
-            ])  # fmt: skip
+            base = stream_base(seed, tensor_key(name), stream)
+            draws = noise_of(base, step, indices_of(x.size, start, run, matrix))
             r = (draws >> np.uint32(shift) & np.uint32(0xFFFF)).reshape(x.shape)
         result[role] = encode(formats[role], x, r)
     return result

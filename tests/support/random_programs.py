@@ -309,10 +309,21 @@ class RandomPrograms(RandomSteps):
         self.net.load_state_dict({name: each * 2 for name, each in weights.items()})
         self.net.load_state_dict(weights)
 
-    @rule()
-    def move_memory(self) -> None:
+    @rule(
+        name=st.sampled_from(NAMES),
+        lies=st.sampled_from(["as before", "in rows", "transposed", "in channels_last"]),
+    )
+    def move_memory(self, name: str, lies: str) -> None:
         for parameter in self.net.parameters():
             parameter.data = parameter.data.clone()
+        parameter = getattr(self.net, name)
+        if lies == "in rows":
+            parameter.data = parameter.data.contiguous()
+        elif lies == "transposed" and parameter.ndim > 1:
+            # With kernels of 3 by 3, in an order that kernels cannot walk.
+            parameter.data = parameter.data.transpose(0, 1).contiguous().transpose(0, 1)
+        elif lies == "in channels_last" and parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
     @precondition(lambda self: self.release is None)
     @rule()

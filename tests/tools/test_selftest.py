@@ -84,7 +84,7 @@ def test_what_the_checks_run_was_tried_before(monkeypatch):
     kept = type(choose(CPU)).load
 
     def load(self, bucket):
-        used.add(replace(bucket.variant, strided=False))
+        used.add(replace(bucket.variant, indices="consecutive"))
         return kept(self, bucket)
 
     monkeypatch.setattr(type(choose(CPU)), "load", load)

@@ -15,7 +15,7 @@ from torch_bf16.errors import BackendUnavailableError
 
 from . import cuda_graphs
 from .backend import Backend, CapturableKernel, CapturableSource, Kernel, ScalarSource
-from .bucket import Bucket, Variant
+from .bucket import Bucket, Indices, Run, Variant
 from .bus import Bus, bus_of
 from .certificates import fault_of, fault_of_squares
 from .cpu import CpuBackend
@@ -35,8 +35,10 @@ __all__ = [
     "Bus",
     "CapturableKernel",
     "CapturableSource",
+    "Indices",
     "Kernel",
     "KernelInputs",
+    "Run",
     "ScalarRows",
     "ScalarSource",
     "StagedKernel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,13 @@ from torch_bf16.rules import Rule
 
 from .totals import Totals
 
-__all__ = ["Bucket", "Variant"]
+__all__ = ["Bucket", "Indices", "Run", "Variant"]
+
+Indices = Literal["consecutive", "strided", "transposed"]
+"""How the global indices of a tensor's elements follow from each other; see :class:`Bucket`."""
+
+Run = tuple[int, int, int, int]
+"""Number of elements, offset, width and pitch of a tensor; see :class:`Bucket`."""
 
 _DRAWS = {
     rules.WEIGHTS: counter_rng.WEIGHT,
@@ -41,14 +48,14 @@ class Variant:
             of its states.
         gradient_dtype: bfloat16 or float32.
         device: the device of all tensors.
-        strided: whether there are tensors whose elements are several runs of the whole tensor.
+        indices: how global indices follow from each other.
     """
 
     rule: Rule
     formats: tuple[Format, ...]
     gradient_dtype: torch.dtype
     device: torch.device
-    strided: bool = False
+    indices: Indices = "consecutive"
 
     @property
     def read_formats(self) -> tuple[Format, ...]:
@@ -72,6 +79,7 @@ class Variant:
         """A readable part of an identifier, such as ``adamw_bf16_plus_16_fp32_fp32_bfloat16``."""
         dtype = str(self.gradient_dtype).removeprefix("torch.")
         words = [self.rule.identifier, *(each.name for each in self.formats), dtype]
+        words += [self.indices] if self.indices != "consecutive" else []
         return "_".join(words).replace("+", "_plus_")
 
 
@@ -79,16 +87,25 @@ class Variant:
 class Bucket:
     """Tensors that share a variant. All are contiguous.
 
-    ``n`` is the number of tensors, ``s`` the number of the variant's streams.
+    ``n`` is the number of tensors, ``s`` the number of the variant's streams. An element's global
+    index, its place in the whole tensor in row-major order, keys its noise. That of element ``e``
+    of a tensor is
+
+    - ``offset + e`` if the variant's indices are consecutive;
+    - ``offset + (e // width) * pitch + e % width`` if they are strided: the elements are runs of
+      the whole tensor, at equal distances;
+    - ``m // size * size + m % width * pitch + m // width % pitch``, with ``m = offset + e`` and
+      ``size = pitch * width``, if they are transposed: the whole tensor lies in memory as matrices
+      of ``pitch`` rows and ``width`` columns, see :class:`torch_bf16.memory.TransposedOrder`.
 
     Attributes:
         variant: what the kernel is compiled for.
         planes: for each tensor, for each format, its plane tensors; updated in place.
         numels: int64 ``[n]``.
-        offsets: int64 ``[n]``, global index of each tensor's first element.
-        widths: int64 ``[n]``, how many elements of a tensor have consecutive global indices, at
-            least 1; all of them unless the variant is strided.
-        pitches: int64 ``[n]``, global indices from the start of one such run to that of the next.
+        offsets: int64 ``[n]``, global index of each tensor's first element; if they are transposed,
+            its place in the memory of the whole tensor.
+        widths: int64 ``[n]``, at least 1; all elements if indices are consecutive.
+        pitches: int64 ``[n]``.
         bases: uint32 ``[n, s, 2]``, the two words that each tensor's noise in each stream starts
             from.
         totals: where the rule's statistic is summed; None if it has none.
@@ -114,7 +131,7 @@ class Bucket:
         cls,
         variant: Variant,
         planes: Sequence[Sequence[tuple[Tensor, ...]]],
-        runs: Sequence[tuple[int, int, int, int]],
+        runs: Sequence[Run],
         names: Sequence[str],
         seed: int,
         totals: Totals | None = None,

@@ -167,22 +167,39 @@ def _encode(
 def _noise(bucket, inputs, tensor: int, stream: int, start: int, stop: int) -> Tensor:
     """The noise words of elements ``start .. stop - 1`` of a tensor in one of its streams."""
     bases = bucket.bases if inputs.bases is None else inputs.bases
+    indices, blocks = _indices(bucket, tensor, start, stop)
+    t0, t1 = (int(word) for word in bases[tensor, bucket.variant.streams.index(stream)])
+    words = torch.empty(0, device=indices.device)
+    for block in blocks:
+        keys = block_keys((t0, t1), int(inputs.scalars.steps[tensor]), block)
+        drawn = noise_bits(*keys, indices.to(torch.int32))
+        words = drawn if block == blocks[0] else torch.where(indices >> 32 == block, drawn, words)
+    return words
+
+
+def _indices(bucket: Bucket, tensor: int, start: int, stop: int) -> tuple[Tensor, range]:
+    """Global indices of elements ``start .. stop - 1`` in int64, and their blocks of 2**32.
+
+    Noise keys hold for one block.
+    """
     offset = int(bucket.offsets[tensor])
     width, pitch = int(bucket.widths[tensor]), int(bucket.pitches[tensor])
     # In int64, because an index above 2**31 would be negative in int32.
-    elements = torch.arange(start, stop, device=bucket.variant.device)
-    indices = elements + offset
-    if bucket.variant.strided:
-        indices += elements.div(width, rounding_mode="floor") * (pitch - width)
+    indices = torch.arange(start, stop, device=bucket.variant.device)
+    if bucket.variant.indices == "transposed":
+        indices += offset
+        rows, size = _floor(indices, width), width * pitch
+        columns = indices - rows * width
+        indices = _floor(indices, size).mul_(size).add_(columns.mul_(pitch))
+        return indices.add_(rows.remainder_(pitch)), range(1)
+    if bucket.variant.indices == "strided":
+        indices += _floor(indices, width) * (pitch - width)
     first, last = (e + offset + e // width * (pitch - width) >> 32 for e in (start, stop - 1))
-    t0, t1 = (int(word) for word in bases[tensor, bucket.variant.streams.index(stream)])
-    words = torch.empty(0, device=indices.device)
-    # Noise keys hold for one block of 2**32 global indices.
-    for block in range(first, last + 1):
-        keys = block_keys((t0, t1), int(inputs.scalars.steps[tensor]), block)
-        drawn = noise_bits(*keys, indices.to(torch.int32))
-        words = drawn if block == first else torch.where(indices >> 32 == block, drawn, words)
-    return words
+    return indices.add_(offset), range(first, last + 1)
+
+
+def _floor(x: Tensor, divisor: int) -> Tensor:
+    return x.div(divisor, rounding_mode="floor")
 
 
 def _maximum(a, b):

@@ -271,14 +271,18 @@ def _cut(
     starts = np.array([piece.start for piece in pieces], np.int64)
     numels = np.array([piece.numel for piece in pieces], np.int64)
     widths, pitches = bucket.widths[rows], bucket.pitches[rows]
-    offsets = bucket.offsets[rows] + starts // widths * pitches + starts % widths
+    if bucket.variant.indices == "transposed":
+        offsets = bucket.offsets[rows] + starts
+    else:
+        offsets = bucket.offsets[rows] + starts // widths * pitches + starts % widths
+        # A piece that is not whole runs lies within one run.
+        widths = np.maximum(np.minimum(widths, numels), 1)
     return Bucket(
         bucket.variant,
         planes,
         numels,
         offsets,
-        # A piece that is not whole runs lies within one run.
-        np.maximum(np.minimum(widths, numels), 1),
+        widths,
         pitches,
         bucket.bases[rows],
         None if bucket.totals is None else bucket.totals.rows(rows),
@@ -294,7 +298,9 @@ def _cut_into_loads(bucket: Bucket) -> Iterator[list[_Piece]]:
             for plane, tensor in zip(format_.planes, tensors, strict=True):
                 if in_host_memory(tensor, device):
                     size, planes = size + plane.dtype.itemsize / plane.block, planes + 1
-        numel, width, start = int(bucket.numels[row]), int(bucket.widths[row]), 0
+        numel, start = int(bucket.numels[row]), 0
+        # A matrix in transposed order may be cut anywhere.
+        width = int(bucket.widths[row]) if bucket.variant.indices != "transposed" else numel
         while start < numel:
             fitting = numel if not planes else int((room - planes * _ALIGNED) / size)
             n = _stretch(start, numel, width, fitting)
@@ -331,7 +337,7 @@ class StagedKernel:
 
     @functools.cached_property
     def _loads(self) -> list[_Load]:
-        # Only when needed, because a weight that is not contiguous is stepped as a copy.
+        # Only when needed, because some weights that are not contiguous are stepped as copies.
         bucket, backend, staging = self._bucket, self._backend, self._staging
         return [
             _Load(bucket, pieces, backend, staging.next_slot())

@@ -22,6 +22,7 @@ from torch_bf16.backends import (
     CapturableKernel,
     Kernel,
     KernelInputs,
+    Run,
     ScalarRows,
     StagedKernel,
     Totals,
@@ -31,6 +32,7 @@ from torch_bf16.backends import (
     load,
 )
 from torch_bf16.formats import Format
+from torch_bf16.memory import TransposedOrder
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Span
 
@@ -51,6 +53,9 @@ class Task:
         gradient_dtype: dtype of the gradients that runs pass, bfloat16 or float32.
         device: where gradients are and the kernel runs, even if planes are in host memory. None
             for the device of the first plane.
+        order: the order of the elements in planes and gradients, which are contiguous all the same
+            (:func:`torch_bf16.memory.as_it_lies`), if the span is a whole tensor that lies so. None
+            for row-major order.
     """
 
     span: Span
@@ -59,12 +64,25 @@ class Task:
     planes: tuple[tuple[Tensor, ...], ...]
     gradient_dtype: torch.dtype
     device: torch.device | None = None
+    order: TransposedOrder | None = None
 
     @property
     def variant(self) -> Variant:
         """What the task's kernel is compiled for."""
+        indices = "transposed" if self.order else "strided" if self.span.strided else "consecutive"
+        # An element's place is nothing to a kernel that draws no noise.
+        if not any(each.stochastic for each in self.formats):
+            indices = "consecutive"
         device = self.device or self.planes[0][0].device
-        return Variant(self.rule, self.formats, self.gradient_dtype, device, self.span.strided)
+        return Variant(self.rule, self.formats, self.gradient_dtype, device, indices)
+
+    @property
+    def run(self) -> Run:
+        """Where its elements are in the whole tensor, as a bucket has it."""
+        span, order = self.span, self.order
+        if order is None:
+            return span.numel, span.offset, span.width, span.pitch
+        return span.numel, 0, order.columns, order.rows
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
@@ -102,12 +120,11 @@ class Batch:
         if backend is None or isinstance(backend, str):
             backend = choose_for(variant, backend)
         self.backend = backend
-        spans = [task.span for task in tasks]
         bucket = Bucket.of(
             variant,
             [task.planes for task in tasks],
-            [(span.numel, span.offset, span.width, span.pitch) for span in spans],
-            [span.name for span in spans],
+            [task.run for task in tasks],
+            [task.span.name for task in tasks],
             seed,
             totals,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, eq, is_, is_not
 from types import NoneType
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_bf16.memory import TransposedOrder, as_it_lies
 from torch_bf16.sharding import Parameters, unlike_memory
 
 from .addresses import Addresses
@@ -51,6 +52,7 @@ class Block:
     def __init__(self, members: Sequence[Member]) -> None:
         self.parameters = parameters = [each.parameter for each in members]
         self._dtypes = [each.gradient_dtype for each in members]
+        self._orders = [each.order for each in members]
         self._keys = keys = [each.keys for each in members]
         self._planned_values = [each.state[key] for each in members for key in each.keys]
         # Everything in the states, including what the step does not use, in the order of the dicts.
@@ -147,7 +149,7 @@ class Block:
         ):
             return None
         addresses = None
-        if usable and readable(tensors):
+        if usable and readable(tensors, compress(self._orders, present)):
             addresses = self._gradient_addresses(tensors, present)
             if complete:
                 self._gradient_metadata.note(complete)
@@ -160,7 +162,7 @@ class Block:
         """
         if self._stand_ins is None:
             memory = self._many.memory
-            alike = self._planned_metadata[0] == self._dtypes and readable(memory)
+            alike = self._planned_metadata[0] == self._dtypes and readable(memory, self._orders)
             self._stand_ins = [each.detach() for each in memory] if alike else []
         pairs = zip(gradients, self._stand_ins, strict=False)
         return [each if gradient is None else gradient for gradient, each in pairs]
@@ -209,11 +211,11 @@ class Block:
         )
 
 
-def readable(tensors: Sequence[Any]) -> bool:
-    """Whether a kernel can read all of them in place."""
+def readable(tensors: Sequence[Any], orders: Iterable[TransposedOrder | None]) -> bool:
+    """Whether a kernel can read all of them in place, each in its order, or else row-major."""
     # A lazily negated view can be contiguous, but its memory has the opposite sign.
     return (
-        all(map(Tensor.is_contiguous, tensors))
+        all(map(Tensor.is_contiguous, map(as_it_lies, tensors, orders)))
         and not any(map(Tensor.is_neg, tensors))
         and not any(map(Tensor.is_conj, tensors))
     )

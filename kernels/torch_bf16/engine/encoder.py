@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.formats import Format
+from torch_bf16.memory import TransposedOrder, as_it_lies
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span
 
@@ -38,17 +39,19 @@ class Encoder:
             span: the elements to write; its name and ``step`` key the noise.
             step: number of the draw, 1-based.
         """
-        memory = [each.contiguous() for each in planes]
+        order = _common_order(planes) if planes[0].shape == x.shape == span.shape else None
+        lying = [as_it_lies(each, order) for each in planes]
+        memory = [each.contiguous() for each in lying]
         self._copies += [
             (old, new)
-            for old, new in zip(planes, memory, strict=True)
+            for old, new in zip(lying, memory, strict=True)
             if old.data_ptr() != new.data_ptr()
         ]
-        x = x.float().contiguous()
+        x = as_it_lies(x.float(), order).contiguous()
         for part in span.split() if span.numel else ():
             pairs = zip(memory, format_.planes, strict=True)
             part_planes = tuple(part.of(each, plane.block) for each, plane in pairs)
-            task = Task(part, STORE, (format_,), (part_planes,), torch.float32)
+            task = Task(part, STORE, (format_,), (part_planes,), torch.float32, order=order)
             self._tasks.append((task, part.of(x), step))
 
     def run(self, seed: int, backend: str | None) -> None:
@@ -57,7 +60,10 @@ class Encoder:
         self.discard()
         for group in alike(queued, lambda each: each[0].variant):
             tasks, xs, steps = zip(*group, strict=True)
-            planes = [(task.span, *(each.data_ptr() for each in task.planes[0])) for task in tasks]
+            planes = [
+                (task.span, task.order, *(each.data_ptr() for each in task.planes[0]))
+                for task in tasks
+            ]
             key = (tasks[0].variant, seed, backend, *planes)
             batch = self._batches.get(key) or Batch(tasks, seed, backend)
             self._used[key] = batch
@@ -72,3 +78,11 @@ class Encoder:
     def finish(self) -> None:
         """End a step: drop the batches that it did not use, so that their planes can be freed."""
         self._batches, self._used = self._used, {}
+
+
+def _common_order(planes: Sequence[Tensor]) -> TransposedOrder | None:
+    """The order in which all planes of a whole tensor lie; None if they lie in no common one."""
+    first, *others = planes
+    order = TransposedOrder.of(first)
+    alike = order is None or all(each.shape == first.shape and order.holds(each) for each in others)
+    return order if alike else None

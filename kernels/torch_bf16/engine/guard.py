@@ -58,6 +58,7 @@ class Guard:
 
     def __init__(self, members: Sequence[Member], states: dict[Tensor, Any]) -> None:
         self._shards, self._states = [each.shard for each in members], states
+        self._orders = [each.order for each in members]
         self._replaced = getattr(states, "replaced", None)
         self._parameters = [each.parameter for each in members]
         self._candidates: Sequence[Tensor] = self._parameters
@@ -95,7 +96,7 @@ class Guard:
             pairs = zip(self._shards, self.is_active, strict=True)
             tensors = [shard.gradient() if flag else None for shard, flag in pairs]
             present, addresses = [*compress(tensors, self.is_active)], None
-            if readable(present):
+            if readable(present, compress(self._orders, self.is_active)):
                 addresses = addresses_of_present(Addresses.of(present), present, self.is_active)
             gradients = StepGradients(tensors, addresses)
         return gradients

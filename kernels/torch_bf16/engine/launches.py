@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import ScalarRows, ScalarSource
+from torch_bf16.memory import as_it_lies
 from torch_bf16.sharding import Span, as_real, local
 
 from .batch import Batch, Task
@@ -52,8 +53,8 @@ class Row:
 
     @property
     def copied(self) -> bool:
-        """Whether the weight is updated through a contiguous copy, because it is not contiguous."""
-        return not self.member.shard.memory.is_contiguous()
+        """Whether the weight is updated through a contiguous copy."""
+        return not self.member.in_place
 
 
 def _task(member: Member, span: Span) -> Task:
@@ -61,15 +62,16 @@ def _task(member: Member, span: Span) -> Task:
     # Separate tensors over the same memory: if the user moves one by .data, the memory that a
     # kernel writes must not be freed.
     tensors = {**member.state, "": member.shard.memory}
-    names = ("", *(state.name for state in member.rule.states))
+    names, order = ("", *(state.name for state in member.rule.states)), member.order
     planes = tuple(
         tuple(
-            span.of(as_real(local(tensors[key]).detach()), plane.block)
+            span.of(as_it_lies(as_real(local(tensors[key]).detach()), order), plane.block)
             for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
         )
         for name, format_ in zip(names, member.formats, strict=True)
     )
-    return Task(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
+    device = member.shard.memory.device
+    return Task(span, member.rule, member.formats, planes, dtype, device, order)
 
 
 def _with_weight(task: Task, weight: Tensor) -> Task:
@@ -85,15 +87,16 @@ def _copy_each(to: list[Tensor], of: list[Tensor]) -> None:
 class _Picked(Sequence[Tensor | None]):
     """A lazy selection of the gradients: most kernels read their addresses instead."""
 
-    def __init__(self, gradients: Sequence[Tensor | None], places: Sequence[int]) -> None:
-        self._gradients, self._places = gradients, places
+    def __init__(self, gradients: Sequence[Tensor | None], rows: Sequence[Row]) -> None:
+        self._gradients, self._rows = gradients, rows
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows)
 
     def __getitem__(self, number: Any) -> Any:
-        gradient = self._gradients[self._places[number]]
-        return gradient if gradient is None else as_real(gradient)
+        row = self._rows[number]
+        gradient = self._gradients[row.number]
+        return gradient if gradient is None else as_it_lies(as_real(gradient), row.member.order)
 
 
 class Launch:
@@ -137,7 +140,6 @@ class Launch:
         self.in_one_call = (
             self.batch.backend.by_address and not self.batch.staged and not self.copies
         )
-        self._places: list[int] = self.member_numbers.tolist()
         self._known = self.member_numbers, self.member_numbers
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
@@ -151,7 +153,7 @@ class Launch:
         self._take(gradients, scalars)
 
     def _take(self, gradients: StepGradients, scalars: ScalarRows, reads: bool = False) -> None:
-        picked = _Picked(gradients.tensors, self._places)
+        picked = _Picked(gradients.tensors, self.rows)
         if gradients.addresses is None:
             copies = [g if g is None else g.resolve_neg().contiguous() for g in picked]
             self._run(copies, scalars, reads)

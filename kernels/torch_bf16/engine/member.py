@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.formats import Format
+from torch_bf16.memory import TransposedOrder
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard
@@ -35,6 +36,8 @@ class Member:
         direction: computes what the rule takes in place of the gradient; None if the rule takes
             the gradient itself.
         steps: number of steps taken, for the direction.
+        order: the order in which the parameter and its states lie; None if states are in row-major
+            order, as the parameter mostly is.
     """
 
     shard: Shard
@@ -47,6 +50,12 @@ class Member:
     snapshot: Snapshot
     direction: Direction | None = None
     steps: int = 0
+    order: TransposedOrder | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels update the parameter where it lies, and not in a copy."""
+        return self.order is not None or self.shard.memory.is_contiguous()
 
     @property
     def parameter(self) -> Tensor:

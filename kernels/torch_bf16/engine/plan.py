@@ -208,10 +208,11 @@ class Plan:
             member = launch.rows[0].member
             if member.direction is not None:
                 return "Muon and Adafactor count their steps on the host; take ordinary steps"
-            if not member.shard.memory.is_contiguous():
+            if launch.copies:
                 return (
-                    f"a parameter of shape {tuple(member.parameter.shape)} is not contiguous, and "
-                    "its step goes through a copy; make it contiguous"
+                    f"a parameter of shape {tuple(member.parameter.shape)} and strides "
+                    f"{member.parameter.stride()} is not contiguous, and its step goes through a "
+                    "copy; make it contiguous"
                 )
         for member in self.overwritten_members():
             return (

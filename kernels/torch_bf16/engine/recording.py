@@ -45,9 +45,9 @@ class Recording:
         readable = all(launch.reads_in_place for launch in active.launches)
         if gradients.addresses is None or not readable:
             raise RuntimeError(
-                "a gradient is not contiguous, is negated when it is read, or is not a plain "
-                "tensor on this rank, so that each step must copy it. Make it contiguous, or take "
-                "ordinary steps"
+                "a gradient lies in another order of memory than its parameter, is negated when "
+                "it is read, or is not a plain tensor on this rank, so that each step must copy "
+                "it. Give it the parameter's strides, or take ordinary steps"
             )
         self._statistics = statistics
         self._launches = {*active.launches}

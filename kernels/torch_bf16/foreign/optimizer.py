@@ -285,7 +285,7 @@ class ForeignOptimizer(BF16Optimizer):
                 done |= known
         complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)
         masters = {k: shard.take(each) for k, each in state.items() if k in MASTERS}
-        local_states |= complete_master(masters, shard, self.recipe, label, changes)
+        local_states |= complete_master(masters, shard, self.recipe, home, label, changes)
         return complete | place_states(local_states, state, shard)
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bf16.backends import cuda_graphs
+from torch_bf16.memory import TransposedOrder, as_it_lies
 from torch_bf16.model.gradient_hooks import has_node_hooks
 from torch_bf16.sharding import is_dtensor, local
 
@@ -84,21 +85,22 @@ class StochasticSums:
         # A gradient that arrived in an enclosing pass is added first.
         self._gathering.settle(parameter)
         number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
-        memory = local(new.detach()).resolve_neg().contiguous()
+        gradient, sums = local(new.detach()).resolve_neg(), local(total)
         if new.requires_grad:
             # backward(create_graph=True): a sum in memory would have no graph.
             copy = total.detach().clone(memory_format=torch.contiguous_format)
-            self._add_all(Group(parameter), {0: Addition(copy, memory, number)})
+            self._add_all(Group(parameter), {0: Addition(copy, gradient.contiguous(), number)})
             parameter.grad = with_graph_of(total + new, copy)
             return
-        addition = Addition(total, memory, number)
-        sums = local(total)
-        if not sums.is_contiguous():
+        order = None if is_dtensor(parameter) else TransposedOrder.of(sums)
+        memory = as_it_lies(gradient, order).contiguous()
+        addition = Addition(total, memory, number, order)
+        if not addition.memory.is_contiguous():
             copy = sums.contiguous()
             self._add_all(Group(parameter), {0: replace(addition, total=copy)})
             sums.copy_(copy)
         elif self._may_wait(parameter):
-            self._gathering.add(running, parameter, memory, addition, memory.dtype)
+            self._gathering.add(running, parameter, memory, addition, (memory.dtype, order))
         else:
             alone = self._alone.setdefault(parameter, Group(parameter))
             self._add_all(alone, {0: addition})

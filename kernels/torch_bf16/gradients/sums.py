@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.memory import TransposedOrder, as_it_lies
 from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.rules import ACCUMULATE
 from torch_bf16.sharding import Span, is_dtensor, local, missing_memory, shard_of
@@ -26,14 +27,21 @@ class Addition:
     """A gradient and the sum that it is added to.
 
     Attributes:
-        total: the sum, as ``p.grad`` shows it; contiguous in memory.
+        total: the sum, as ``p.grad`` shows it.
         new: the gradient on this rank, contiguous.
         number: number of additions before this one for this step; the first gradient is not added.
+        order: the order in which the sum lies in memory, and ``new`` as well; None for row-major.
     """
 
     total: Tensor
     new: Tensor
     number: int
+    order: TransposedOrder | None = None
+
+    @property
+    def memory(self) -> Tensor:
+        """This rank's part of the sum, contiguous."""
+        return as_it_lies(local(self.total), self.order)
 
 
 @dataclass(slots=True)
@@ -89,14 +97,17 @@ class _Made:
 
     setting: tuple[Any, ...]
     numels: list[int]
+    orders: list[TransposedOrder | None]
     launches: list[_Launch]
 
-    def fits(self, setting: tuple[Any, ...], totals: Sequence[Tensor | None]) -> bool:
-        """Whether the launches fit these settings and sums."""
-        if setting != self.setting or len(totals) != len(self.numels):
+    def fits(self, setting: tuple[Any, ...], additions: Sequence[Addition | None]) -> bool:
+        """Whether the launches fit these settings and additions."""
+        if setting != self.setting or len(additions) != len(self.numels):
             return False
-        pairs = zip(totals, self.numels, strict=True)
-        return all(total is None or total.numel() == numel for total, numel in pairs)
+        return all(
+            each is None or (each.new.numel() == numel and each.order == order)
+            for each, numel, order in zip(additions, self.numels, self.orders, strict=True)
+        )
 
     def forget(self) -> None:
         """Drop the sums, so that they can be freed before the next ones are made."""
@@ -128,16 +139,17 @@ class Sums:
             steps: by parameter, how many steps it has taken.
         """
         by_member = [additions.get(number) for number in range(len(group.members))]
-        totals = [None if each is None else local(each.total) for each in by_member]
+        totals = [None if each is None else each.memory for each in by_member]
         made, setting = group.made, _setting(optimizer)
         if setting != self._setting:
             self._setting, self._keys = setting, {}
-        if made is None or not made.fits(setting, totals):
+        if made is None or not made.fits(setting, by_member):
             self._keys = self._keys or optimizer._engine.names.keys(optimizer.param_groups)
             dtype = next(iter(additions.values())).new.dtype
-            launches = _launches(group.members, totals, dtype, optimizer, self._keys)
+            orders = [None if each is None else each.order for each in by_member]
+            launches = _launches(group.members, totals, orders, dtype, optimizer, self._keys)
             numels = [local(each).numel() for each in group.members]
-            made = group.made = _Made(setting, numels, launches)
+            made = group.made = _Made(setting, numels, orders, launches)
         numbers = [0 if each is None else each.number for each in by_member]
         following = [steps.get(each, 0) + 1 for each in group.members]
         for launch in made.launches:
@@ -191,16 +203,18 @@ def _setting(optimizer: Any) -> tuple[Any, ...]:
 def _launches(
     parameters: Sequence[Tensor],
     totals: Sequence[Tensor | None],
+    orders: Sequence[TransposedOrder | None],
     dtype: torch.dtype,
     optimizer: Any,
     keys: Mapping[int, str],
 ) -> list[_Launch]:
     rows = []
-    for number, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
+    triples = zip(parameters, totals, orders, strict=True)
+    for number, (parameter, total, order) in enumerate(triples):
         # A parameter that was taken out of the groups may still have a sum.
         for span in shard_of(parameter, keys.get(id(parameter), "")).span.split():
             target = local(parameter).new_empty(0) if total is None else span.of(total)
-            task = Task(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
+            task = Task(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype, order=order)
             rows.append((number, task))
     return [
         _Launch(

@@ -181,8 +181,7 @@ class EMA(AveragedModel):
         elif format is not None:
             for parameter in parameters_in(self.module):
                 if parameter.is_floating_point():
-                    # In the order of the kernels, which would copy channels_last in each update.
-                    parameter.data = parameter.data.to(_DTYPES[format]).contiguous()
+                    parameter.data = parameter.data.to(_DTYPES[format])
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
+from torch_bf16.memory import TransposedOrder, as_it_lies
 from torch_bf16.rules import AVERAGE
 from torch_bf16.sharding import (
     Span,
@@ -52,30 +53,35 @@ class MovingAverages:
             rate: share of the value in the new average.
             step: number of the update, from 1.
         """
-        copies = {}
+        copies, orders = {}, {}
         for name, average in averages.items():
             memory, value = local(average), local(values[name])
             if {memory.dtype, value.dtype} <= FORMAT_BY_DTYPE.keys():
-                # Kernels write through addresses, in row-major order.
-                copies[name] = memory.detach().contiguous()
+                # Kernels write through addresses.
+                orders[name] = None if memory.is_contiguous() else shard_of(average).order
+                copies[name] = as_it_lies(memory.detach(), orders[name]).contiguous()
             elif not (memory.is_floating_point() or memory.is_complex()):
                 memory.copy_(value)
             else:
                 memory.lerp_(value.to(memory), rate)
-        made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
+        made_for = [
+            (name, each.data_ptr(), each.dtype, values[name].dtype, orders[name])
+            for name, each in copies.items()
+        ]
         if made_for != self._made_for:
-            self._make(averages, copies, values)
+            self._make(averages, copies, values, orders)
             self._made_for = made_for
         for batch, parts in self._batches:
             device = batch.variant.device
-            of = {
-                name: local(values[name]).detach().to(device).resolve_neg().contiguous()
-                for name, _ in parts
-            }
+            of = {}
+            for name, _ in parts:
+                value = local(values[name]).detach().to(device).resolve_neg()
+                of[name] = as_it_lies(value, orders[name]).contiguous()
             inputs = [span.of(of[name]) for name, span in parts]
             batch.run_alike(inputs, step, (rate,))
         for name, copy in copies.items():
-            if copy.data_ptr() != (memory := local(averages[name])).data_ptr():
+            memory = as_it_lies(local(averages[name]), orders[name])
+            if copy.data_ptr() != memory.data_ptr():
                 memory.copy_(copy)
 
     def _make(
@@ -83,6 +89,7 @@ class MovingAverages:
         averages: Mapping[str, Tensor],
         copies: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
+        orders: Mapping[str, TransposedOrder | None],
     ) -> None:
         """Make the batches for what this rank holds of these averages."""
         parts = [
@@ -98,6 +105,7 @@ class MovingAverages:
                 (FORMAT_BY_DTYPE[copies[name].dtype],),
                 ((span.of(copies[name]),),),
                 values[name].dtype,
+                order=orders[name],
             )
             for name, span in parts
         ]

@@ -56,7 +56,7 @@ class GraphedStep:
         ValueError: ``check_every`` is not a positive integer.
         RuntimeError: no graph can hold the step; the message says what works instead. This is so on
             CPUs, with Muon and Adafactor, with released gradients, with hooks on the step, and if a
-            parameter or a gradient is not contiguous.
+            step copies a parameter or a gradient, because of its order in memory.
 
     Example:
         >>> step = optimizer.graphed()  # doctest: +SKIP

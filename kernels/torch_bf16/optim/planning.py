@@ -21,6 +21,7 @@ from torch_bf16.parameters import parameters_of
 from torch_bf16.recipe import get_recipe
 from torch_bf16.sharding import Shard, no_torch_function, shard_of, world_size
 from torch_bf16.states.completion import keys_of
+from torch_bf16.states.home import order_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS, planes_of_master
 
@@ -163,7 +164,8 @@ def _make_member(
     formats = formats_of(shard, rule, optimizer.recipe)
     dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
     keys = tuple(key for key in state if key in keys_of(rule))
-    member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
+    order = order_of(shard, rule, optimizer.recipe)
+    member = Member(shard, number, rule, formats, state, keys, dtype, snapshot, order=order)
     if rule.stage_states:
         with prefix_errors(label):
             member.direction, member.steps = optimizer.direction_of(member), int(state["step"])

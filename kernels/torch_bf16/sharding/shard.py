@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from torch_bf16.memory import TransposedOrder
+
 from .local import is_dtensor, local, place_like, version_of, whole
 from .span import Span
 
@@ -71,6 +73,12 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return tuple(self.parameter.shape)
+
+    @property
+    def order(self) -> TransposedOrder | None:
+        """How the memory lies if it is the whole tensor, transposed; None otherwise."""
+        memory = self.memory
+        return TransposedOrder.of(memory) if tuple(memory.shape) == self.shape else None
 
     @property
     def numel(self) -> int:

@@ -24,7 +24,7 @@ from torch_bf16.rules import Rule, State
 from torch_bf16.sharding import Shard, as_real, local, same_memory
 from torch_bf16.sharding import whole as gathered
 
-from .home import Home
+from .home import Home, order_of
 from .recoding import Changes, recode, recode_weight, stored_format
 from .views import COUNTER, MASTERS, MOMENTS, masters_in
 
@@ -77,7 +77,7 @@ def complete_state(
     source = {k: v for k, v in state.items() if k not in others}
     state = _take_states(source, shard, factors, label)
     with prefix_errors(label):
-        home = Home.of(shard, recipe)
+        home = Home.of(shard, recipe, order_of(shard, rule, recipe))
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     whole: dict[str, Tensor] = {}
     began = complete["step"].item() > 0
@@ -99,7 +99,7 @@ def complete_state(
             shard.check_blocks(format_.block)
         planes = complete_moment(state, each.name, format_, home, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
-    complete |= complete_master(state, shard, recipe, label, changes)
+    complete |= complete_master(state, shard, recipe, home, label, changes)
     return others | place_states(complete, source, shard) | whole
 
 
@@ -143,7 +143,12 @@ def complete_moment(
 
 
 def complete_master(
-    state: Mapping[str, Any], shard: Shard, recipe: Recipe, label: Label, changes: Changes
+    state: Mapping[str, Any],
+    shard: Shard,
+    recipe: Recipe,
+    home: Home,
+    label: Label,
+    changes: Changes,
 ) -> dict[str, Tensor]:
     """The weight's planes beside the parameter, in the recipe's format: this rank's part of them.
 
@@ -151,7 +156,7 @@ def complete_master(
         StateMismatchError: a plane has a wrong shape, or a dtype that no format has, or belongs to
             a parameter that is fp32 now.
     """
-    memory, dtype, home = shard.memory, shard.parameter.dtype, Home.of(shard, recipe)
+    memory, dtype = shard.memory, shard.parameter.dtype
     weights = recipe.format_of("weights", shard.shape, dtype)
     keys = weights.plane_names("")[1:]
     saved = masters_in(state)

@@ -20,7 +20,7 @@ TYPES = {
 _FORMS = re.compile(
     r"""(add|sub|mul)(\.rn)?\.f(32|64|32x2) | (div|sqrt|fma)\.rn\.f(32|64|32x2)
     | (rcp|rsqrt)\.approx\.ftz\.f32 | (neg|abs)\.f(32|64|32x2) | (min|max|copysign)\.f(32|64)
-    | (add|sub|min|max|div)\.[su](16|32|64) | (neg|abs)\.s(16|32|64)
+    | (add|sub|min|max|div|rem)\.[su](16|32|64) | (neg|abs)\.s(16|32|64)
     | (mul|mad)\.lo\.[su](16|32|64) | (mul|mad)\.wide\.[su](16|32)
     | (and|or|xor|not)\.(pred|b16|b32|b64) | shl\.b(16|32|64) | shr\.[su](16|32|64)
     | bfe\.u(32|64) | prmt\.b32 | (mov|selp)\.(pred|[bsuf](16|32|64))
@@ -202,6 +202,7 @@ def _magnitude(x):
 _ARITHMETIC = ("add", "sub", "mul", "div", "sqrt", "fma", "min", "max")
 _OPERATIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "sqrt": np.sqrt,
+    "rem": lambda a, b: a - _quotient(a, b) * b,
     "fma": fma, "mad": lambda a, b, c: a * b + c,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "neg": np.negative, "abs": _magnitude, "copysign": lambda sign, x: np.copysign(x, sign),

@@ -14,6 +14,8 @@ import re
 import numpy as np
 import torch
 
+from torch_bf16.memory import without_gaps
+
 from .arithmetic import TYPES, U32, U64, compute, rcp, rsqrt
 from .memory import Global, Shared
 from .program import Program
@@ -56,7 +58,7 @@ def _launch(kernel, grid, _y, _z, _stream, _function, _packed, _metadata, _enter
     # Kernels find addresses in tables, too.
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     memory = Global(
-        [each for each in alive if each.device.type == "cpu" and each.is_contiguous()], threads
+        [each for each in alive if each.device.type == "cpu" and without_gaps(each)], threads
     )
     for first in range(0, grid, _AT_ONCE):
         programs = range(first, min(grid, first + _AT_ONCE))

@@ -9,7 +9,7 @@ class Global:
     """Some pieces of this process's memory, by address, as a launch uses them.
 
     Args:
-        tensors: on the CPU, contiguous; their memory.
+        tensors: on the CPU, without gaps; their memory.
         threads: of one program.
     """
 

@@ -25,7 +25,7 @@ from torch_bf16.backends.subnormals import subnormals_kept
 from torch_bf16.errors import described
 from torch_bf16.locks import fork_safe_lock
 
-from .digests import expected, key_of
+from .digests import expected
 from .sums import wrong_sum
 from .trial import GROUP, Trial, digests_of, names_of
 from .verdicts import verdict
@@ -63,7 +63,7 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
         backend: a backend that is available on the device.
         variant: the variant to try.
     """
-    return _tried(backend, key_of(variant), variant.device, lambda: _load(backend, variant))
+    return _tried(backend, variant.name, variant.device, lambda: _load(backend, variant))
 
 
 def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:

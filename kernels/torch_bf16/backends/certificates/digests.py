@@ -8,20 +8,15 @@ from pathlib import Path
 
 from torch_bf16.backends.bucket import Variant
 
-__all__ = ["FILE", "expected", "key_of"]
+__all__ = ["FILE", "expected"]
 
 FILE = Path(__file__).with_name("digests.txt")
 """Where a checkout keeps them; a package that is imported may be in a zip file."""
 
 
-def key_of(variant: Variant) -> str:
-    """The name of a variant in the file; it does not depend on the device."""
-    return variant.name + ("_strided" if variant.strided else "")
-
-
 def expected(variant: Variant) -> list[str] | None:
     """The digest of each plane after the variant's trial; None if the file has none."""
-    return _shipped().get(key_of(variant))
+    return _shipped().get(variant.name)
 
 
 @functools.cache

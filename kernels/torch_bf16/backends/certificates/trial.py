@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_bf16 import rules
 from torch_bf16.backends.backend import Backend
-from torch_bf16.backends.bucket import Bucket, Variant
+from torch_bf16.backends.bucket import Bucket, Run, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 from torch_bf16.formats import Format
 from torch_bf16.rules import Rule
@@ -37,6 +37,15 @@ _SMALL = (
     (130, 5 * 2**32 + 3, 37, 101),
     (4097, 2**32 - 1000, 37, 2**20),
     (9219, 8, 512, 4096),
+)
+# For transposed tensors: number of elements, place of the first, columns and rows.
+_SMALL_TRANSPOSED = (
+    (1, 0, 3, 2),
+    (3, 5, 2, 9),
+    # The last elements of matrices that end at most 2**32 elements from the first one.
+    (130, 2**32 // (37 * 101) * (37 * 101) - 130, 37, 101),
+    (4097, 2**31 - 1000, 37, 2**19 - 1),
+    (9219, 8, 512, 9),
 )
 # Enough elements for some of the 2**16 equally likely draws to hit the threshold of rounding, and
 # four times as many if at most two numbers can show it. Many tensors, as each has options of its
@@ -123,7 +132,7 @@ class Trial:
     variant: Variant
     planes: list[list[tuple[np.ndarray, ...]]]
     gradients: list[np.ndarray]
-    runs: list[tuple[int, int, int, int]]
+    runs: list[Run]
     groups: Sequence[Mapping[str, Any]]
     scalars: list[ScalarRows]
 
@@ -136,7 +145,8 @@ class Trial:
         # Rows, offsets and lengths of tensors are multiples of a block.
         unit = 64 if any(each.block > 1 for each in variant.formats) else 1
         more = 4 if len(variant.formats) < 3 else 1
-        shapes = [*_SMALL, *((more * size, *run) for size, *run in _LARGE)]
+        small = _SMALL_TRANSPOSED if variant.indices == "transposed" else _SMALL
+        shapes = [*small, *((more * size, *run) for size, *run in _LARGE)]
         sizes = [-(-size // unit) * unit for size, *_ in shapes]
         groups = [_group(number) for number in range(len(shapes))]
         scalars = [_scalars(variant.rule, groups, step) for step in _STEPS]
@@ -152,7 +162,7 @@ class Trial:
             planes.append([_planes(source, each, x) for each, x in pairs])
         runs = []
         for size, (_, offset, width, pitch) in zip(sizes, shapes, strict=True):
-            run = (width * unit, pitch * unit) if variant.strided else (size, size)
+            run = (size, size) if variant.indices == "consecutive" else (width * unit, pitch * unit)
             runs.append((size, offset // unit * unit, *run))
         return cls(variant, planes, gradients, runs, groups, scalars)
 

@@ -25,7 +25,7 @@ from .bits import (
     xor32,
 )
 
-__all__ = ["CODECS", "lower_draw", "upper_draw", "word_pair"]
+__all__ = ["CODECS", "lower_draw", "upper_draw", "word", "word_pair"]
 
 _u32, _f32 = np.uint32, np.float32
 _MAGNITUDE, _INFINITY, _QUIET = _u32(0x7FFFFFFF), _u32(0x7F800000), _u32(0x00400000)
@@ -45,8 +45,15 @@ def _mixed(x, k1):
 
 
 @inlined
+def word(k0, k1, index):
+    """``counter_rng``'s word of an element, without its last exclusive or: see the draws."""
+    x = xor32(index, k0)
+    return _mixed(xor32(x, shr32(x, _S17)), k1)
+
+
+@inlined
 def word_pair(k0, k1, index, near):
-    """``counter_rng``'s words of two elements, without their last exclusive or: see the draws.
+    """The :func:`word` of two elements.
 
     The first ``index`` is even, and ``near`` in the same block of 2**17. The first shift has the
     same result for the whole block, so a loop computes it once, from ``near``.

@@ -36,8 +36,9 @@ from .blocks import (
     spread,
     threshold,
 )
-from .codecs import CODECS, lower_draw, upper_draw, word_pair
+from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
 from .compiler import Compiler, tuple_of
+from .indices import transposed_indices
 from .llvm_hints import SCRATCH
 from .loads_stores import LOADS, STORES
 from .planes import ELEMENTS
@@ -59,19 +60,28 @@ def scratch_offsets(formats):
     return [0, *accumulate(sizes)][:-1]
 
 
-def words(compiler: Compiler, n: int):
-    """``words(keys, index, near)``: the random words of two elements as tuples.
+def words(compiler: Compiler, n: int, transposed: bool):
+    """``words(keys, index, near, shape)``: the random words of two elements as tuples.
 
-    There are ``n`` words for an element, and two keys for each word.
+    There are ``n`` words for an element, and two keys for each word. Unless ``transposed``,
+    ``index`` and ``near`` are those of :func:`.codecs.word_pair`; otherwise these and ``shape`` are
+    those of :func:`.indices.transposed_indices`.
     """
     if not n:
         return no_values_of_two
+    names: dict[str, Any] = {"word_pair": word_pair}
     lines = [
         f"a{k}, b{k} = word_pair(keys[{2 * k}], keys[{2 * k + 1}], index, near)" for k in range(n)
     ]
+    if transposed:
+        names = {"word": word, "indices": transposed_indices}
+        lines = ["a, b = indices(index, near, shape)"]
+        for k in range(n):
+            pair = (f"word(keys[{2 * k}], keys[{2 * k + 1}], {each})" for each in "ab")
+            lines.append(f"a{k}, b{k} = {', '.join(pair)}")
     first, second = tuple_of(f"a{k}" for k in range(n)), tuple_of(f"b{k}" for k in range(n))
     lines.append(f"return {first}, {second}")
-    return compiler.write("words(keys, index, near)", lines, {"word_pair": word_pair})
+    return compiler.write("words(keys, index, near, shape)", lines, names)
 
 
 def reads(compiler: Compiler, formats: Sequence[Format], offsets):

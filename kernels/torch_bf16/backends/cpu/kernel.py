@@ -19,6 +19,7 @@ from torch_bf16.rules import lift
 from . import codegen
 from .bits import add32, inlined, low32, mul32, no_values, shl32, shr32, xor32
 from .compiler import ARITHMETIC, Compiler, tuple_of, with_parts
+from .indices import PARTS
 from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import TILE, no_alias, wide_vectors
 from .planes import copies_of_one, fetch, pointers, row, scratch_on_stack
@@ -77,7 +78,7 @@ def _keys(compiler, streams):
 parts = ModuleType("parts")
 
 
-def _update_slice(planes, size, scalars, keys, index, addresses, start, numel):
+def _update_slice(planes, size, scalars, keys, index, shape, addresses, start, numel):
     no_alias()
     wide_vectors()
     scratch = scratch_on_stack()
@@ -96,7 +97,7 @@ def _update_slice(planes, size, scalars, keys, index, addresses, start, numel):
                 one, two = parts.read(planes, i, scratch, j)
                 weight, states = parts.rule(one[1], one[0], one[2:], scalars)
                 next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
-                words = parts.words(keys, add32(element, shl32(low32(pair), _ONE)), index)
+                words = parts.words(keys, add32(element, shl32(low32(pair), _ONE)), index, shape)
                 parts.write(
                     planes[1:], i, (weight, *states), (next_weight, *next_states), words, scratch, j
                 )
@@ -118,13 +119,8 @@ def _run(job):
             # Column 0 is the gradient's address: 0 if there is none, and then nothing is done.
             stop = min(start + CHUNK, numels[tensor]) if addresses[tensor, 0] else start
             while start < stop:
-                offset, width, pitch = runs[tensor, 0], runs[tensor, 1], runs[tensor, 2]
-                run = start // width
-                index = offset + run * pitch + start - run * width
-                # A slice has consecutive indices in one block of 2**17, as `word_pair` needs, and
-                # so in one block of 2**32, for which noise keys hold.
-                n = min(stop, (run + 1) * width) - start
-                n = min(n, 131072 - (index & 131071))
+                # A slice lies in one block of 2**32 indices, for which noise keys hold.
+                index, n = parts.reach(runs, tensor, start, stop)
                 # A pair starts at an even index; an element left over at either end of a slice is
                 # updated beside a copy of itself.
                 odd, planes = index & 1, row(addresses, tensor)
@@ -138,6 +134,7 @@ def _run(job):
                     parts.take_scalars(row(scalars, rows[tensor])),
                     parts.keys(bases, tensor, low32(steps[tensor]), low32(index >> 32)),
                     low32(index - odd),
+                    parts.shape(runs, tensor, index - odd),
                     planes,
                     start,
                     numels[tensor],
@@ -176,7 +173,8 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     built.read = codegen.reads(compiler, formats, offsets)
     built.write = codegen.writes(compiler, formats[1:], offsets[1:], draws)
     built.load, built.scale, built.encode = codegen.blocks(compiler, formats, offsets)
-    built.words = codegen.words(compiler, len(streams))
+    built.reach, built.shape = PARTS[variant.indices]
+    built.words = codegen.words(compiler, len(streams), variant.indices == "transposed")
     built.pointers = pointers(formats)
     built.tile = TILE if any(each.block > 1 for each in formats) else _STRIP
     planes = [plane for each in formats for plane in each.planes]

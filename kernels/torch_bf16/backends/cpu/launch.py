@@ -39,8 +39,9 @@ class CpuKernel:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        # One kernel serves strided tensors and all others.
-        self._variant = replace(bucket.variant, strided=False)
+        # Without the order of indices: the sum of the statistic does not depend on it, and the step
+        # has one kernel for strided and consecutive ones.
+        self._variant = replace(bucket.variant, indices="consecutive")
         self._chunks, self._addresses, self._runs = _tables(bucket)
         self._max_threads = -(-int(bucket.numels.sum()) // _WORTH_A_THREAD)
         self._work: Work | None = None
@@ -50,7 +51,7 @@ class CpuKernel:
         """Update every tensor of the bucket, in place."""
         bucket = self._bucket
         scalars = with_factors(bucket.variant.rule, bucket.totals, inputs).scalars
-        work = self._work = self._work or compile_step(self._variant, scalars.table.shape[1])
+        work = self._work = self._work or self._compiled(scalars.table.shape[1])
         self._addresses[:, 0] = inputs.addresses
         arrays: Any = (
             self._chunks,
@@ -84,7 +85,11 @@ class CpuKernel:
         """Compile the kernel, or read it from Numba's cache."""
         if self._variant.rule.statistic is not None:
             self._sums, n_scalars = compile_statistic(self._variant, n_scalars), n_scalars + 1
-        self._work = compile_step(self._variant, n_scalars)
+        self._work = self._compiled(n_scalars)
+
+    def _compiled(self, n_scalars: int) -> Work:
+        transposed = self._bucket.variant.indices == "transposed"
+        return compile_step(self._bucket.variant if transposed else self._variant, n_scalars)
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -24,6 +24,7 @@ from .arithmetic import lift_factor, lift_update
 from .chunks import find_chunk, load_numbers, store_plane
 from .codecs import encode, key_pair, noise_word
 from .ieee import together
+from .indices import matrix_at, transposed_indices
 
 __all__ = ["BLOCK", "CHUNK", "constants", "options", "step"]
 
@@ -53,7 +54,7 @@ def _block(
     SIZES: tl.constexpr,
     SHARED: tl.constexpr,
     DRAWS: tl.constexpr,
-    STRIDED: tl.constexpr,
+    INDICES: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
@@ -65,10 +66,10 @@ def _block(
     elements, and ``keys`` hold for all elements. Otherwise elements from ``stop`` on are masked,
     and those whose index has wrapped around take ``next_keys``.
 
-    ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's
-    first run that lie before the chunk, elements per run, indices from one run to the next),
-    ``index`` the full index of that run's first element, and unless ``FULL``, keys are computed
-    from ``bases``.
+    With "strided" ``INDICES``, ``run`` is (elements of the chunk's first run that lie before the
+    chunk, elements per run, indices from one run to the next), ``index`` the full index of that
+    run's first element, and unless ``FULL``, keys are computed from ``bases``. With "transposed"
+    ones, ``run`` is that of :func:`.indices.matrix_at`, and keys hold for all elements.
 
     Reads: each plane of each number, including the gradient, once.
     Writes: each plane but the gradient's, once and in place.
@@ -82,7 +83,10 @@ def _block(
     words = ()
     for k in tl.static_range(len(keys)):
         k0, k1 = keys[k]
-        if STRIDED:
+        if INDICES == "transposed":
+            indices = transposed_indices(start + tl.arange(0, BLOCK), run)
+            word = noise_word(k0, k1, indices, False)
+        elif INDICES == "strided":
             behind, width, pitch = run
             elements = behind + start + tl.arange(0, BLOCK)
             runs = elements // width
@@ -128,7 +132,7 @@ def step(
     N_WORDS: tl.constexpr,
     N_SCALARS: tl.constexpr,
     N_COLUMNS: tl.constexpr,
-    STRIDED: tl.constexpr,
+    INDICES: tl.constexpr,
     TOGETHER: tl.constexpr,
     TOTALS: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -156,7 +160,9 @@ def step(
         scalars = scalars + (FACTOR(mean).to(tl.float32),)
 
     run = ()
-    if STRIDED:
+    if INDICES == "transposed":
+        run = matrix_at(start_index, tl.load(row + N_COLUMNS - 2), tl.load(row + N_COLUMNS - 1))
+    elif INDICES == "strided":
         width = tl.load(row + N_COLUMNS - 2)
         pitch = tl.load(row + N_COLUMNS - 1)
         start_index = tl.load(row + 1) + first // width * pitch
@@ -171,7 +177,7 @@ def step(
         keys = keys + (key_pair(t0, t1, step_number, block),)
         next_keys = next_keys + (key_pair(t0, t1, step_number, block + 1),)
 
-    if STRIDED:
+    if INDICES == "strided":
         index = start_index
         aligned = (address_bits & 15) == 0
         reach = ((first % width + CHUNK) // width + 1) * pitch
@@ -186,7 +192,7 @@ def step(
     while turn < n_whole:
         _block(
             addresses, scalars, keys, next_keys, turn * BLOCK, n_elements, index, run, bases,
-            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, TOGETHER,
+            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, INDICES, TOGETHER,
             BLOCK, True,
         )  # fmt: skip
         turn += 1
@@ -194,7 +200,7 @@ def step(
     while start < n_elements:
         _block(
             addresses, scalars, keys, next_keys, start, n_elements, index, run, bases,
-            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, TOGETHER,
+            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, INDICES, TOGETHER,
             TAIL, False,
         )  # fmt: skip
         start += TAIL
@@ -255,8 +261,8 @@ def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict
         "DRAWS": tuple(draws),
         "N_WORDS": len(streams),
         "N_SCALARS": n_scalars - bool(totals),
-        "N_COLUMNS": column + 2 * bool(totals) + 2 * variant.strided,
-        "STRIDED": variant.strided,
+        "N_COLUMNS": column + 2 * bool(totals) + 2 * (variant.indices != "consecutive"),
+        "INDICES": variant.indices,
         "TOGETHER": together(architecture),
         "TOTALS": totals,
         "FACTOR": lift_factor(variant.rule) if totals else None,

@@ -3,9 +3,9 @@
 ``chunks``, int32 ``[chunks, 2]``, has the tensor of each chunk and the chunk's number in it.
 ``tensors``, int64, has a row for each tensor: number of elements, global index of the first one,
 two words for each noise stream in use, the addresses of the planes of each number, if the rule has
-a statistic, the address of its sum and the number of elements of the whole tensor, and if the
-variant is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
-gradient's address, or 0 if there is none, and the row of the tensor's scalars in
+a statistic, the address of its sum and the number of elements of the whole tensor, and unless the
+variant's indices are consecutive, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each
+tensor the gradient's address, or 0 if there is none, and the row of the tensor's scalars in
 ``ScalarRows.table``. The first two tables are uploaded once, the third when it has changed.
 """
 
@@ -157,7 +157,8 @@ def _rows(bucket: Bucket) -> np.ndarray:
     """The table ``tensors``."""
     variant = bucket.variant
     sizes = np.stack([bucket.numels, bucket.offsets], axis=1)
-    runs = np.stack([bucket.widths, bucket.pitches], axis=1)[:, : 2 * variant.strided]
+    runs = np.stack([bucket.widths, bucket.pitches], axis=1)
+    runs = runs[:, : 2 * (variant.indices != "consecutive")]
     words, totals = _words(bucket.bases), np.empty((len(sizes), 0), np.int64)
     if bucket.totals is not None:
         places = bucket.totals.sums.data_ptr() + 8 * bucket.totals.places

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -64,7 +64,7 @@ def variants_for(device: torch.device) -> list[Variant]:
     """The variants that AdamW, SGD, Lion and Muon use for matrices and vectors, in bf16 and fp32.
 
     They cover the named recipes and one with int8 moments, and on a GPU also parameters that
-    several kinds of sharding cut into runs.
+    several kinds of sharding cut into runs, and those in channels_last.
     """
     found: dict[Variant, None] = {}
     for rule in _RULES:
@@ -78,8 +78,12 @@ def variants_for(device: torch.device) -> list[Variant]:
             ):
                 formats = tuple(recipe.format_of(role, shape, dtype) for role in roles)
                 gradient = torch.float32 if rule is rules.MUON else dtype
-                for strided in (False, True)[: 1 + (device.type == "cuda" and shape == (64, 64))]:
-                    found[Variant(rule, formats, gradient, device, strided)] = None
+                consecutive = Variant(rule, formats, gradient, device)
+                found[consecutive] = None
+                if device.type == "cuda" and shape == (64, 64) and consecutive.streams:
+                    found[replace(consecutive, indices="strided")] = None
+                    if all(each.block == 1 for each in formats):
+                        found[replace(consecutive, indices="transposed")] = None
             for shape in ((64, 64), (3, 5)):
                 momentum = (recipe.format_of(rules.FIRST_MOMENT, shape),)
                 found[Variant(rules.AVERAGE, momentum, torch.bfloat16, device)] = None
@@ -133,7 +137,7 @@ def certify(
         A certificate for each variant, in the order of :func:`variants_for`.
     """
     variants, backend = variants_for(device), choose(device).name
-    names = [each.name + ("_strided" if each.strided else "") for each in variants]
+    names = [each.name for each in variants]
     if processes == 0:
         pairs = zip(names, variants, strict=True)
         return [Certificate(name, backend, *_trial(each)) for name, each in pairs]
