@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.gradients import sums
 from torch_bf16.memory import TransposedOrder, as_it_lies
 
 BF16 = torch.bfloat16
@@ -169,6 +170,7 @@ def test_sums_of_micro_batches_have_the_bits_of_those_in_rows():
     lying.to(memory_format=torch.channels_last)
     for model in (lying, rows):
         made = torch_bf16.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-stochastic")
+        torch_bf16.accumulate_gradients(*made, "bf16_stochastic")
         ours.append(made)
     for step in range(2):
         gradients = torch.Generator().manual_seed(step)
@@ -200,3 +202,18 @@ def test_orders_that_kernels_cannot_walk():
         assert as_it_lies(rows.permute(dims), order).is_contiguous()
     assert TransposedOrder.of(torch.empty(2, 1 << 19, device="meta").t()) is None
     assert TransposedOrder.of(torch.empty(1 << 13, 1 << 19, device="meta").t()) is None
+
+
+def test_sums_of_all_orders_are_added_in_two_calls(monkeypatch):
+    """One for weights in rows, and one for all others."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 2), nn.Conv2d(5, 8, (1, 5)))
+    model.to(memory_format=torch.channels_last)
+    made = torch_bf16.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-stochastic")
+    torch_bf16.accumulate_gradients(*made, "bf16_stochastic")
+    calls, run = [], sums.Batch.run_alike
+    monkeypatch.setattr(
+        sums.Batch, "run_alike", lambda self, *a, **k: (calls.append(len(self)), run(self, *a, **k))
+    )
+    for _ in range(2):
+        sum((p * torch.ones_like(p)).sum() for p in model.parameters()).backward()
+    assert sorted(calls) == [3, 3]

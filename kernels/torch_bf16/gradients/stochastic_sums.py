@@ -100,7 +100,7 @@ class StochasticSums:
             self._add_all(Group(parameter), {0: replace(addition, total=copy)})
             sums.copy_(copy)
         elif self._may_wait(parameter):
-            self._gathering.add(running, parameter, memory, addition, (memory.dtype, order))
+            self._gathering.add(running, parameter, memory, addition, memory.dtype)
         else:
             alone = self._alone.setdefault(parameter, Group(parameter))
             self._add_all(alone, {0: addition})
