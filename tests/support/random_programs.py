@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from random_steps import NAMES, RandomSteps
+from random_steps import NAMES, RandomSteps, what_differs
 from random_writes import lower_bytes, numbers, write
-from torch import Tensor, nn
+from torch import nn
 
 import torch_bf16
 from torch_bf16 import get_recipe
@@ -350,13 +350,8 @@ class RandomPrograms(RandomSteps):
     @invariant()
     def both_start_from_the_same_bits(self) -> None:
         for name, (ours, twin) in self._pairs().items():
-            exact = self.optimizer.exact_weight(ours), self.twin_optimizer.exact_weight(twin)
-            assert torch.equal(*exact), f"{name} is another"
-            state = self.optimizer.state.get(ours, {})
-            for key, expected in self.twin_optimizer.state.get(twin, {}).items():
-                # What is beside a weight was compared with it.
-                if isinstance(expected, Tensor) and key[:6] not in ("master", "remain"):
-                    assert torch.equal(state[key].float(), expected.float()), f"{key} of {name}"
+            other = what_differs(ours, self.optimizer, twin, self.twin_optimizer)
+            assert other is None, f"{other} of {name} is another"
 
 
 def _switched(handle: Any, make: Callable[[], Any]) -> Any:

@@ -8,11 +8,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from random_writes import numbers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import torch_bf16
 
-__all__ = ["NAMES", "RandomSteps"]
+__all__ = ["NAMES", "RandomSteps", "what_differs"]
 
 BF16 = torch.bfloat16
 NAMES = ["embedding", "matrix", "large", "conv", "bias", "scale", "late"]
@@ -151,3 +152,21 @@ class RandomSteps(RuleBasedStateMachine):
     def freeze(self, name: str, trains: bool) -> None:
         for net in (self.net, self.twin):
             getattr(net, name).requires_grad_(trains).grad = None
+
+
+def what_differs(parameter: Any, optimizer: Any, twin: Any, twin_optimizer: Any) -> str | None:
+    """What of a parameter, which may be sharded, is not what its twin has; None if all is."""
+    exact = _whole(optimizer.exact_weight(parameter)), twin_optimizer.exact_weight(twin)
+    if not torch.equal(*exact):
+        return "weight"
+    state = optimizer.state.get(parameter, {})
+    for key, expected in twin_optimizer.state.get(twin, {}).items():
+        # What is beside a weight was compared with it.
+        compared = isinstance(expected, Tensor) and key[:6] not in ("master", "remain")
+        if compared and not torch.equal(_whole(state[key]).float(), expected.float()):
+            return key
+    return None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
