@@ -50,20 +50,21 @@ def test_tritons_steps_on_runs_equal_the_oracle_bit_for_bit(interpreted, case):
     interpreted(run_and_compare, case, "triton")
 
 
-# Matrices of one row, of one column, cut at both ends, of several chunks, the widest, the highest,
-# and of which the last ends as late as a tensor can.
-TRANSPOSED_SIZES = (0, 3, 4097, 4 * 1021, 2 * 8192 + 6, 9000, 9000, 700)
+# Matrices of one row, of one column, cut at both ends, of eight and nine columns, the widest, the
+# highest, and of which the last ends as late as a tensor can.
+TRANSPOSED_SIZES = (0, 3, 4097, 4 * 1021, 8192, 2 * 8192 + 6, 9000, 9000, 700)
 MATRICES = (
     (7, 100),
     (5, 1),
     (1, 40),
     (1021, 9),
-    (3, 9),
+    (8, 3),
+    (9, 5),
     (2**19 - 1, 3),
     (3, 2**19 - 1),
     (64, 1024),
 )
-PLACES = (0, 5, 11, 2**31 - 9, 7, 2**19 - 100, 3 * (2**19 - 5), 2**32 - 700)
+PLACES = (0, 5, 11, 2**31 - 9, 8, 16, 2**19 - 100, 3 * (2**19 - 5), 2**32 - 700)
 
 
 def walk_and_compare(case, backend):

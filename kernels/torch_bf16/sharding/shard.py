@@ -78,7 +78,8 @@ class Shard:
     def order(self) -> TransposedOrder | None:
         """How the memory lies if it is the whole tensor, transposed; None otherwise."""
         memory = self.memory
-        return TransposedOrder.of(memory) if tuple(memory.shape) == self.shape else None
+        order = TransposedOrder.of(memory)
+        return order if order is not None and tuple(memory.shape) == self.shape else None
 
     @property
     def numel(self) -> int:

@@ -40,13 +40,29 @@ def _divided(x, inverse):
 
 
 @triton.jit
-def transposed_indices(elements, shape):
-    """The lower halves of the indices of elements that are counted from the place of ``shape``."""
+def transposed_indices(start, shape, BLOCK: tl.constexpr, OF_EIGHT: tl.constexpr):
+    """The lower halves of the indices of ``BLOCK`` elements, counted from the place of ``shape``.
+
+    With ``OF_EIGHT``, there are at least eight columns: at most one of eight neighbours is the
+    first one of its row, so that one division serves all.
+    """
     first, row, column, rows, columns, of_rows, of_columns = shape
-    column += elements
+    if OF_EIGHT:
+        column += start + 8 * tl.arange(0, BLOCK // 8)
+    else:
+        column += start + tl.arange(0, BLOCK)
     down = _divided(column, of_columns)
     column -= down * columns
     row += down
     matrices = _divided(row, of_rows)
     row -= matrices * rows
-    return first + (matrices * (rows * columns) + column * rows + row).to(tl.uint32)
+    first += (matrices * (rows * columns)).to(tl.uint32)
+    index = first + (column * rows + row).to(tl.uint32)
+    if OF_EIGHT:
+        # Behind the last column: in the next row, whose first element may be the next matrix's.
+        below = tl.where(row + 1 < rows, row + 1, rows * columns)
+        beyond = first + ((column - columns) * rows + below).to(tl.uint32)
+        each = tl.arange(0, 8)[None, :]
+        index = tl.where((column[:, None] + each) < columns, index[:, None], beyond[:, None])
+        index = (index + (each * rows).to(tl.uint32)).reshape(BLOCK)
+    return index

@@ -69,7 +69,8 @@ def _block(
     With "strided" ``INDICES``, ``run`` is (elements of the chunk's first run that lie before the
     chunk, elements per run, indices from one run to the next), ``index`` the full index of that
     run's first element, and unless ``FULL``, keys are computed from ``bases``. With "transposed"
-    ones, ``run`` is that of :func:`.indices.matrix_at`, and keys hold for all elements.
+    ones, ``run`` is that of :func:`.indices.matrix_at`, keys hold for all elements, and matrices
+    have at least eight columns if ``FULL``.
 
     Reads: each plane of each number, including the gradient, once.
     Writes: each plane but the gradient's, once and in place.
@@ -84,7 +85,7 @@ def _block(
     for k in tl.static_range(len(keys)):
         k0, k1 = keys[k]
         if INDICES == "transposed":
-            indices = transposed_indices(start + tl.arange(0, BLOCK), run)
+            indices = transposed_indices(start, run, BLOCK, FULL)
             word = noise_word(k0, k1, indices, False)
         elif INDICES == "strided":
             behind, width, pitch = run
@@ -161,7 +162,8 @@ def step(
 
     run = ()
     if INDICES == "transposed":
-        run = matrix_at(start_index, tl.load(row + N_COLUMNS - 2), tl.load(row + N_COLUMNS - 1))
+        width = tl.load(row + N_COLUMNS - 2)
+        run = matrix_at(start_index, width, tl.load(row + N_COLUMNS - 1))
     elif INDICES == "strided":
         width = tl.load(row + N_COLUMNS - 2)
         pitch = tl.load(row + N_COLUMNS - 1)
@@ -186,6 +188,8 @@ def step(
         index = start_index.to(tl.uint32)
         aligned = ((address_bits & 15) | (start_index & 7)) == 0
         crosses = (start_index & 0xFFFFFFFF) + CHUNK > 4294967296
+    if INDICES == "transposed":
+        aligned = aligned & (width >= 8)
     n_whole = tl.where(aligned & (not crosses), n_elements // BLOCK, 0)
     # `while`, because Triton 3.6's interpreter takes no `range` whose end is a tensor.
     turn = 0
