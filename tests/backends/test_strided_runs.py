@@ -13,10 +13,20 @@ from torch_bf16.backends import choose
 from torch_bf16.sharding.dtensor import box_at
 from torch_bf16.sharding.span import Span, runs_of
 
-# Runs of one element, of odd numbers, across blocks of a kernel, over blocks of 2**32, and alone.
-SIZES = (0, 3, 4097, 4 * 1021, 2 * 8192 + 6, 50)
-RUNS = ((7, 100), (1, 2**33), (17, 4001), (1021, 1022), (8198, 2**32 - 5), (50, 60))
-OFFSETS = (0, 5, 2**31 - 9, 2**32 - 2000, 7, 2**32 - 20)
+# Runs of one element, of odd numbers, across blocks of a kernel, over blocks of 2**32, alone, and of
+# eight and nine elements.
+SIZES = (0, 3, 4097, 4 * 1021, 2 * 8192 + 6, 50, 8192, 9 * 1000)
+RUNS = (
+    (7, 100),
+    (1, 2**33),
+    (17, 4001),
+    (1021, 1022),
+    (8198, 2**32 - 5),
+    (50, 60),
+    (8, 24),
+    (9, 70),
+)
+OFFSETS = (0, 5, 2**31 - 9, 2**32 - 2000, 7, 2**32 - 20, 40, 3)
 BLOCKED_SIZES = (0, 64, 4096, 5 * 192, 2 * 8192 + 640)
 BLOCKED_RUNS = ((64, 128), (1024, 2**33), (64, 4096), (192, 256), (8512, 2**32 - 64))
 BLOCKED_OFFSETS = (0, 64, 2**31 - 64, 2**32 - 1984, 128)

@@ -1,4 +1,8 @@
-"""Global indices of elements in transposed order; ``backends/bucket.py`` says what these are."""
+"""Global indices that are not consecutive; ``backends/bucket.py`` says how they follow.
+
+With ``OF_EIGHT``, a run, or a row of a matrix, has at least eight elements: among eight neighbours
+at most one is the first of another, so that one division serves all of them.
+"""
 
 # Device code is Triton's language, which a type checker takes for Python.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -10,7 +14,31 @@ import triton.language as tl
 
 from .ieee import div
 
-__all__ = ["matrix_at", "transposed_indices"]
+__all__ = ["matrix_at", "strided_indices", "transposed_indices"]
+
+
+@triton.jit
+def strided_indices(start, run, index, BLOCK: tl.constexpr, OF_EIGHT: tl.constexpr):
+    """The indices of ``BLOCK`` elements in runs, of which ``index`` is that of a run's start.
+
+    ``run`` is (elements of that run that lie before element 0, elements per run, indices from one
+    run to the next). With ``OF_EIGHT``, only the lower halves.
+    """
+    behind, width, pitch = run
+    if OF_EIGHT:
+        elements = behind + start + 8 * tl.arange(0, BLOCK // 8)
+        runs = elements // width
+        place = elements - runs * width
+        near = index.to(tl.uint32) + runs.to(tl.uint32) * pitch.to(tl.uint32)
+        near += place.to(tl.uint32)
+        beyond = near + (pitch - width).to(tl.uint32)
+        each = tl.arange(0, 8)[None, :]
+        eights = tl.where(place[:, None] + each < width, near[:, None], beyond[:, None])
+        return (eights + each.to(tl.uint32)).reshape(BLOCK)
+    else:
+        elements = behind + start + tl.arange(0, BLOCK)
+        runs = elements // width
+        return index + runs.to(tl.int64) * pitch + (elements - runs * width)
 
 
 @triton.jit
@@ -41,11 +69,7 @@ def _divided(x, inverse):
 
 @triton.jit
 def transposed_indices(start, shape, BLOCK: tl.constexpr, OF_EIGHT: tl.constexpr):
-    """The lower halves of the indices of ``BLOCK`` elements, counted from the place of ``shape``.
-
-    With ``OF_EIGHT``, there are at least eight columns: at most one of eight neighbours is the
-    first one of its row, so that one division serves all.
-    """
+    """The lower halves of the indices of ``BLOCK`` elements, from the place of ``shape`` on."""
     first, row, column, rows, columns, of_rows, of_columns = shape
     if OF_EIGHT:
         column += start + 8 * tl.arange(0, BLOCK // 8)
@@ -59,7 +83,7 @@ def transposed_indices(start, shape, BLOCK: tl.constexpr, OF_EIGHT: tl.constexpr
     first += (matrices * (rows * columns)).to(tl.uint32)
     index = first + (column * rows + row).to(tl.uint32)
     if OF_EIGHT:
-        # Behind the last column: in the next row, whose first element may be the next matrix's.
+        # What follows a matrix's last row is the next matrix.
         below = tl.where(row + 1 < rows, row + 1, rows * columns)
         beyond = first + ((column - columns) * rows + below).to(tl.uint32)
         each = tl.arange(0, 8)[None, :]

@@ -24,7 +24,7 @@ from .arithmetic import lift_factor, lift_update
 from .chunks import find_chunk, load_numbers, store_plane
 from .codecs import encode, key_pair, noise_word
 from .ieee import together
-from .indices import matrix_at, transposed_indices
+from .indices import matrix_at, strided_indices, transposed_indices
 
 __all__ = ["BLOCK", "CHUNK", "constants", "options", "step"]
 
@@ -66,11 +66,9 @@ def _block(
     elements, and ``keys`` hold for all elements. Otherwise elements from ``stop`` on are masked,
     and those whose index has wrapped around take ``next_keys``.
 
-    With "strided" ``INDICES``, ``run`` is (elements of the chunk's first run that lie before the
-    chunk, elements per run, indices from one run to the next), ``index`` the full index of that
-    run's first element, and unless ``FULL``, keys are computed from ``bases``. With "transposed"
-    ones, ``run`` is that of :func:`.indices.matrix_at`, keys hold for all elements, and matrices
-    have at least eight columns if ``FULL``.
+    With "strided" ``INDICES``, ``run`` and ``index`` are those of :func:`.indices.strided_indices`,
+    and unless ``FULL``, keys are computed from ``bases``. With "transposed" ones, ``run`` is that of
+    :func:`.indices.matrix_at`, and keys hold for all elements.
 
     Reads: each plane of each number, including the gradient, once.
     Writes: each plane but the gradient's, once and in place.
@@ -88,10 +86,7 @@ def _block(
             indices = transposed_indices(start, run, BLOCK, FULL)
             word = noise_word(k0, k1, indices, False)
         elif INDICES == "strided":
-            behind, width, pitch = run
-            elements = behind + start + tl.arange(0, BLOCK)
-            runs = elements // width
-            indices = index + runs.to(tl.int64) * pitch + (elements - runs * width)
+            indices = strided_indices(start, run, index, BLOCK, FULL)
             if not FULL:
                 t0, t1 = bases[k]
                 k0, k1 = key_pair(t0, t1, step_number, (indices >> 32).to(tl.uint32))
@@ -188,7 +183,7 @@ def step(
         index = start_index.to(tl.uint32)
         aligned = ((address_bits & 15) | (start_index & 7)) == 0
         crosses = (start_index & 0xFFFFFFFF) + CHUNK > 4294967296
-    if INDICES == "transposed":
+    if INDICES != "consecutive":
         aligned = aligned & (width >= 8)
     n_whole = tl.where(aligned & (not crosses), n_elements // BLOCK, 0)
     # `while`, because Triton 3.6's interpreter takes no `range` whose end is a tensor.
