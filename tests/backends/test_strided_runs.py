@@ -13,8 +13,8 @@ from torch_bf16.backends import choose
 from torch_bf16.sharding.dtensor import box_at
 from torch_bf16.sharding.span import Span, runs_of
 
-# Runs of one element, of odd numbers, across blocks of a kernel, over blocks of 2**32, alone, and of
-# eight and nine elements.
+# Runs of one element, of odd numbers, across blocks of a kernel, over blocks of 2**32, alone, and
+# of eight and nine elements.
 SIZES = (0, 3, 4097, 4 * 1021, 2 * 8192 + 6, 50, 8192, 9 * 1000)
 RUNS = (
     (7, 100),

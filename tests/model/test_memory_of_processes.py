@@ -4,6 +4,7 @@ import multiprocessing
 
 import pytest
 import torch
+from own_process import printed_by
 from torch import nn
 
 import torch_bf16
@@ -69,3 +70,23 @@ def test_what_was_sent_to_another_process_is_cast_for_that_process_alone(monkeyp
     monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
     torch_bf16.cast_model(model)
     assert not any(p.is_shared() for p in model.parameters())
+
+
+def test_a_process_that_was_forked_after_a_cast_can_multiply():
+    """A process that has used several threads leaves torch waiting for them in its children."""
+    program = """
+        import faulthandler, multiprocessing, torch, torch_bf16
+
+        def multiply():
+            faulthandler.dump_traceback_later(60, exit=True)
+            (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
+
+        torch.set_num_threads(2)
+        model = torch.nn.Linear(8, 8)
+        torch_bf16.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-stochastic")
+        child = multiprocessing.get_context("fork").Process(target=multiply)
+        child.start()
+        child.join(90)
+        print(child.exitcode)
+    """
+    assert printed_by(program)[-1] == "0"

@@ -46,11 +46,12 @@ def warn_slow_products() -> None:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    a = torch.ones(_ROWS, _ROWS, dtype=dtype, device="cpu")
     threads = torch.get_num_threads()
     # After using several threads a process cannot be forked: torch's operations hang in the child.
     torch.set_num_threads(1)
     try:
+        # Filling it would use several threads, too.
+        a = torch.ones(_ROWS, _ROWS, dtype=dtype, device="cpu")
         return sum(_best(*pair) for pair in ((a, a.t()), (a, a), (a.t(), a)))
     finally:
         torch.set_num_threads(threads)

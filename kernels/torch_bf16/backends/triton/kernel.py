@@ -67,8 +67,8 @@ def _block(
     and those whose index has wrapped around take ``next_keys``.
 
     With "strided" ``INDICES``, ``run`` and ``index`` are those of :func:`.indices.strided_indices`,
-    and unless ``FULL``, keys are computed from ``bases``. With "transposed" ones, ``run`` is that of
-    :func:`.indices.matrix_at`, and keys hold for all elements.
+    and unless ``FULL``, keys are computed from ``bases``. With "transposed" ones, ``run`` is that
+    of :func:`.indices.matrix_at`, and keys hold for all elements.
 
     Reads: each plane of each number, including the gradient, once.
     Writes: each plane but the gradient's, once and in place.
