@@ -12,16 +12,18 @@ import pickle
 import re
 import struct
 import zipfile
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_bf16.errors import CheckpointError
 
-from .saved import SavedTensor, read_numbers
+from .saved import Box, SavedTensor, boxes, read_numbers
 
 __all__ = ["tensor_of_parts"]
 
@@ -94,26 +96,39 @@ def _read(
     start: int,
     stop: int,
 ) -> Tensor:
-    if not shape:
-        return _numbers(key, parts[0], dtype, 0, 1)
-    row = max(1, prod(shape[1:]))
-    first, last = start // row, -(-stop // row)
-    rows = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
+    found = torch.empty(stop - start, dtype=dtype, device="cpu")
+    at = 0
+    for index, first, last in boxes(shape or (1,), start, stop):
+        inner = shape[len(index) + 1 :]
+        count = (last - first) * prod(inner)
+        _fill(found[at : at + count].view(last - first, *inner), (index, first, last), key, parts)
+        at += count
+    return found
+
+
+def _fill(found: Tensor, box: Box, key: str, parts: tuple[_Part, ...]) -> None:
+    """Read a box of a tensor from all parts that have some of it."""
+    index, first, last = box
+    at = len(index)
     for part in parts:
-        a, b = max(first, part.offsets[0]), min(last, part.offsets[0] + part.sizes[0])
-        if a >= b or not prod(part.sizes):
+        offsets, sizes = part.offsets or (0,), part.sizes or (1,)
+        inside = [each - offset for each, offset in zip(index, offsets, strict=False)]
+        a, b = max(first, offsets[at]), min(last, offsets[at] + sizes[at])
+        if a >= b or not all(0 <= i < size for i, size in zip(inside, sizes, strict=False)):
             continue
-        width = prod(part.sizes[1:])
-        begin = a - part.offsets[0]
-        piece = _numbers(key, part, dtype, begin * width, (begin + b - a) * width)
-        columns = zip(part.offsets[1:], part.sizes[1:], strict=True)
-        box = (slice(a - first, b - first), *(slice(at, at + size) for at, size in columns))
-        rows[box] = piece.view(b - a, *part.sizes[1:])
-    return rows.view(-1)[start - first * row : stop - first * row]
+        columns = zip(offsets[at + 1 :], sizes[at + 1 :], strict=True)
+        place = (slice(a - first, b - first), *(slice(at, at + size) for at, size in columns))
+        rows = (inside, a - offsets[at], b - offsets[at])
+        if found[place].numel():
+            found[place] = _numbers(key, part, found.dtype, rows).view_as(found[place])
 
 
-def _numbers(key: str, part: _Part, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """Elements of a part, from the archive that torch.save made of it."""
+def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
+    return sum(each * step for each, step in zip(index, steps, strict=False))
+
+
+def _numbers(key: str, part: _Part, dtype: torch.dtype, box: tuple[list[int], int, int]) -> Tensor:
+    """A box of a part, from the archive that torch.save made of it."""
     at, size, strides = _storage(part)
     if size != prod(part.sizes) * dtype.itemsize:
         raise CheckpointError(
@@ -123,13 +138,27 @@ def _numbers(key: str, part: _Part, dtype: torch.dtype, start: int, stop: int) -
     if len(strides) < len(part.sizes):
         # Complex numbers are read as pairs.
         strides = (*(2 * stride for stride in strides), 1)
-    row_major = [prod(part.sizes[dim + 1 :]) for dim in range(len(part.sizes))]
-    axes = zip(part.sizes, strides, row_major, strict=True)
+    index, a, b = box
+    leading = len(index)
+    row_major = [prod(part.sizes[dim + 1 :]) for dim in range(len(part.sizes))] or [1]
+    axes = zip(part.sizes, strides, row_major, strict=False)
     if all(stride == usual for length, stride, usual in axes if length > 1):
-        return read_numbers(part.file, at, dtype, start, stop)
-    # The memory of a tensor in channels_last, or of a transposed one, was saved as it lies.
-    whole = read_numbers(part.file, at, dtype, 0, prod(part.sizes))
-    return whole.as_strided(part.sizes, strides).reshape(-1)[start:stop].clone()
+        start, row = _dot(index, row_major), row_major[leading]
+        return read_numbers(part.file, at, dtype, start + a * row, start + b * row)
+    # The memory of a tensor in channels_last, or of a transposed one, was saved as it lies, at any
+    # byte of the file: torch needs multiples of the element's size, numpy does not.
+    steps = [each * dtype.itemsize for each in strides]
+    try:
+        lies = np.ndarray(
+            (b - a, *part.sizes[leading + 1 :]),
+            f"u{dtype.itemsize}",
+            np.memmap(part.file, np.uint8, "r"),
+            at + _dot([*index, a], steps),
+            steps[leading:],
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{part.file}: {key} of shape {part.sizes}: {error}") from None
+    return torch.from_numpy(np.ascontiguousarray(lies)).view(dtype)
 
 
 @functools.lru_cache(maxsize=4096)

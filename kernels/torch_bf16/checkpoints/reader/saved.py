@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,7 +14,10 @@ from torch import Tensor
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER, readable
 
-__all__ = ["OptimizerStates", "Saved", "SavedTensor", "is_scalar", "read_numbers"]
+__all__ = ["Box", "OptimizerStates", "Saved", "SavedTensor", "boxes", "is_scalar", "read_numbers"]
+
+Box = tuple[tuple[int, ...], int, int]
+"""Indices of the leading dimensions, and a range of the next; of those after it, all."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,33 @@ def read_numbers(path: Path, at: int, dtype: torch.dtype, start: int, stop: int)
     if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements ``start`` to ``stop`` fill, in their order; few, and nothing beside.
+
+    Args:
+        shape: the shape of the whole tensor, of at least one dimension.
+        start: the first element, in row-major order.
+        stop: the one after the last.
+
+    Example:
+        >>> list(boxes((4, 5), 3, 16))
+        [((0,), 3, 5), ((), 1, 3), ((3,), 0, 1)]
+    """
+    row = prod(shape[1:])
+    if start >= stop:
+        return
+    first, last = -(-start // row), stop // row
+    if first > last:
+        parts = [(last, start - last * row, stop - last * row)]
+    else:
+        parts = [(first - 1, start - first * row + row, row), (last, 0, stop - last * row)]
+    for number, (at, begin, end) in enumerate(parts):
+        if number == 1 and first < last:
+            yield (), first, last
+        for index, a, b in boxes(shape[1:], begin, end):
+            yield (at, *index), a, b
 
 
 def is_scalar(name: Any, shape: Sequence[int]) -> bool:

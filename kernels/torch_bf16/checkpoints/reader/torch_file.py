@@ -21,7 +21,7 @@ from torch_bf16.errors import CheckpointError, first_line, with_article
 from torch_bf16.sharding import as_real, is_dtensor, local
 from torch_bf16.states.views import MASTERS
 
-from .saved import OptimizerStates, Saved, SavedTensor, is_scalar
+from .saved import OptimizerStates, Saved, SavedTensor, boxes, is_scalar
 
 __all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file"]
 
@@ -257,17 +257,33 @@ def _saved_tensor(tensor: Tensor, name: str) -> SavedTensor | None:
 
 
 def _read(tensor: Tensor, start: int, stop: int) -> Tensor:
-    piece = tensor.reshape(-1)[start:stop]
-    copy = piece.clone()
-    if piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+    if tensor.is_contiguous():
+        piece = tensor.view(-1)[start:stop]
+        copy = piece.clone()
         _page_out(piece)
-    return copy
+        return copy
+    # Of a tensor in channels_last, or of a transposed one, only the rows asked for are copied.
+    rows = [tensor.new_empty(0)]
+    for at, first, last in boxes(tensor.shape, start, stop):
+        piece = tensor[at][first:last]
+        rows.append(piece.reshape(-1))
+        if _reach(piece) == piece.numel():
+            _page_out(piece)
+    if stop == tensor.numel():
+        # Not before: where rows lie all over it, their pages hold parts of the next ones.
+        _page_out(tensor)
+    return torch.cat(rows)
+
+
+def _reach(piece: Tensor) -> int:
+    """Elements of memory from the first of a tensor to the last."""
+    return 1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
 
 
 def _page_out(piece: Tensor) -> None:
     """Free the pages of a mapped file, which would add up to the whole file."""
     page = mmap.PAGESIZE
     begin = piece.data_ptr() // page * page
-    end = piece.data_ptr() + piece.numel() * piece.element_size()
+    end = piece.data_ptr() + _reach(piece) * piece.element_size()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGEOUT)
