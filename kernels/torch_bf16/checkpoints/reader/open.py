@@ -24,6 +24,8 @@ _MODELS = (
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _STEP = re.compile(r"(?:checkpoint|step|epoch=\d+-step)[-_=](\d+)")
 
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors)")
+
 
 def open_checkpoint(path: Path, verify: bool = False) -> Saved:
     """Open a checkpoint of any training; its tensors are read when they are needed.
@@ -76,7 +78,9 @@ def _folder(path: Path, verify: bool) -> Saved:
         return read_dcp(path, verify=verify)
     names = {each.name for each in path.iterdir()}
     if sharded := sorted(path.glob("*model_fsdp_*/.metadata")):
-        found = read_dcp(sharded[0].parent, verify=verify)
+        # Accelerate numbers its models.
+        models = [read_dcp(each.parent, verify=verify) for each in sharded]
+        found = models[0] if len(models) == 1 else _merge(path, models)
         states = path / "optimizer_0"
         if (states / ".metadata").exists():
             found.optimizers = read_dcp(states, False, verify).optimizers
@@ -107,7 +111,24 @@ def _weights_in(path: Path, names: set[str]) -> list[Path]:
                 return [path / name for name in (f"{model}{suffix}", *found)]
     if indices:
         return indices[:1]
-    return sorted(path / name for name in names if name.endswith(".safetensors"))
+    found = sorted(name for name in names if name.endswith(".safetensors"))
+    _check_shards(path, found)
+    return [path / name for name in found]
+
+
+def _check_shards(path: Path, names: list[str]) -> None:
+    """Raise if files that are numbered as 00001-of-00003 are not all there, without an index."""
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            start, count, end = match.groups()
+            shards = {
+                f"{start}-{k:0{len(count)}}-of-{count}{end}" for k in range(1, int(count) + 1)
+            }
+            if missing := sorted(shards - {*names})[:4]:
+                raise CheckpointError(
+                    f"{path} has {name}, but neither an index nor {', '.join(missing)}: the "
+                    "checkpoint is incomplete"
+                )
 
 
 def _read_index(path: Path, verify: bool) -> Saved:
