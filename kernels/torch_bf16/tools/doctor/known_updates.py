@@ -23,7 +23,7 @@ __all__ = ["Update", "finite", "known_update", "steps_taken"]
 
 Update = Callable[[Tensor, int, int], Tensor]
 """``update(w, start, stop)``: the update of those elements of a flattened weight, which are ``w``
-now, in fp32."""
+now, in fp32; NaN where a state is not finite."""
 
 # Options of SGD and of RMSprop, whose buffer is the update. Muon and others make theirs from it.
 _UPDATE_IS_BUFFER = ("dampening", "centered")
@@ -56,14 +56,14 @@ def known_update(
         shape: the weight's shape; moments of another one, as of a projection, say nothing here.
         lr: the learning rate.
     """
-    buffer = moment(state, "momentum_buffer", shape)
+    buffer = _moment(state, "momentum_buffer", shape)
     if buffer is not None and any(key in group for key in _UPDATE_IS_BUFFER):
         if group.get(_BUFFER_HAS_LR):
             return None
         return lambda w, start, stop: buffer(start, stop) * -lr
     known = (*_MOMENTS, *_OF_PRODIGY) if _PRODIGY in group else _MOMENTS
     betas = group.get("betas")
-    first = moment(state, "exp_avg", shape)
+    first = _moment(state, "exp_avg", shape)
     if first is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return None
     if not _keeps_only(known, state) or (_PRODIGY not in group and group.keys() & _UNKNOWN):
@@ -71,7 +71,7 @@ def known_update(
     decay = _decay(group)
     if any(key in group for key in _UPDATE_IS_FIRST_MOMENT):
         return lambda w, start, stop: first(start, stop).add_(w, alpha=decay).mul_(-lr)
-    second = moment(state, "max_exp_avg_sq", shape) or moment(state, "exp_avg_sq", shape)
+    second = _moment(state, "max_exp_avg_sq", shape) or _moment(state, "exp_avg_sq", shape)
     if second is not None:
         rates = [min(max(finite(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
         if not _are_of_one_gradient(first, second, rates, prod(shape)):
@@ -79,19 +79,46 @@ def known_update(
         return _adam(first, second, rates, group, steps_taken(state, group), lr)
     if "eps" in group:
         return None
-    return lambda w, start, stop: first(start, stop).sign_().add_(w, alpha=decay).mul_(-lr)
+
+    def of_sign(w: Tensor, start: int, stop: int) -> Tensor:
+        mean = first(start, stop)
+        # The sign of NaN is 0.
+        return (mean - mean).add_(mean.sign_()).add_(w, alpha=decay).mul_(-lr)
+
+    return of_sign
 
 
 def steps_taken(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
     """How many steps a weight's optimizer has taken, which some count per group; 0 if unknown."""
-    return int(finite(state.get("step"), 0.0) or finite(group.get("step"), 0.0))
+    steps = finite(state.get("step"), 0.0) or finite(group.get("step"), 0.0)
+    return max(0, int(steps))
 
 
 def finite(value: Any, default: float) -> float:
     """A number of a checkpoint; ``default`` if it is anything else, NaN or infinite."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
+    try:
+        found = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return default
+    return found if math.isfinite(found) else default
+
+
+def _moment(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Read | None:
+    """A reader of a moment as :func:`.moment`'s, but with NaN in place of infinities.
+
+    Divided by an infinity, an update would be 0 in every step to come, and look like a small one.
+    """
+    read = moment(state, name, shape)
+    if read is None:
+        return None
+
+    def checked(start: int, stop: int) -> Tensor:
+        numbers = read(start, stop)
+        return numbers.masked_fill_(numbers.isinf(), math.nan)
+
+    return checked
 
 
 def _keeps_only(known: Sequence[str], state: Mapping[str, Any]) -> bool:

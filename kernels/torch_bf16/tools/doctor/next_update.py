@@ -32,6 +32,7 @@ class NextUpdate:
         survived: ``<s, d> / <d, d>`` of the update ``d`` and of ``s``, what rounding to nearest
             bf16 leaves of it.
         below: share of the elements whose update is less than half a bf16 spacing.
+        broken: elements for which the state is not finite, or makes no finite update.
         lr: the group's learning rate, or its initial one if that has come down to 0.
         step: how many steps were taken.
     """
@@ -39,6 +40,7 @@ class NextUpdate:
     update: float
     survived: float
     below: float
+    broken: int
     lr: float
     step: int
 
@@ -87,16 +89,19 @@ def next_update(
     if update is None or not rate:
         return None
     product = squares = 0.0
-    below = 0
+    below = broken = 0
     for start in range(0, numel, CHUNK):
         stop = min(start + CHUNK, numel)
         w = weight(start, stop)
-        d = update(w, start, stop).nan_to_num_(0.0, 0.0, 0.0)
+        d = update(w, start, stop)
+        broken += stop - start - int(d.isfinite().count_nonzero())
+        d.nan_to_num_(0.0, 0.0, 0.0)
         stored = (w + d).bfloat16().float() - w.bfloat16().float()
         product += float(stored.double() @ d.double())
         squares += float(d.double() @ d.double())
         below += int((d.abs() < half_spacings(w)).sum())
-    if not squares:
+    if not squares and not broken:
         return None
+    survived = product / squares if squares else 1.0
     size, step = math.sqrt(squares / numel), steps_taken(state, group)
-    return NextUpdate(size, product / squares, below / numel, rate, step)
+    return NextUpdate(size, survived, below / numel, broken, rate, step)

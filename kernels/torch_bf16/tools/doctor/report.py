@@ -81,5 +81,6 @@ def _row(each: Finding, compared: bool) -> dict[str, Any]:
         "update": None if plan is None else plan.update,
         "update_lost_to_nearest": None if plan is None else 1 - plan.survived,
         "update_below_half_unit": None if plan is None else plan.below,
+        "update_not_finite": None if plan is None else plan.broken,
         "lr": None if plan is None else plan.lr,
     }

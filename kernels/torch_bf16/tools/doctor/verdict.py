@@ -92,6 +92,8 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
     moved, plan = each.movement, each.next_update
     if moved.nan or moved.infinite:
         return Finding(each, BROKEN, (moved.nan + moved.infinite) / moved.numel)
+    if plan is not None and plan.broken:
+        return Finding(each, BROKEN, plan.broken / moved.numel, "state")
     # A weight with numbers that bf16 does not have was not rounded to it.
     nearest = all_rounded if each.dtype.itemsize > 2 else each.rounding in ("nearest", "unknown")
     rounded = moved.rounded and not each.master and nearest
@@ -144,6 +146,12 @@ def _sentence(
     moved = sum(each.movement.moved for each in weights)
     several = f"{len(weights)} x {kind}" if len(weights) > 1 else kind
     during = "" if found.steps is None else f" in {found.steps:,} steps"
+    if verdict == BROKEN and why == "state":
+        broken = sum(each.next_update.broken for each in weights if each.next_update is not None)
+        return (
+            f"{several} is broken: its optimizer's state is not finite, or makes no finite update, "
+            f"in {broken:,} of {numel:,} elements"
+        )
     if verdict == BROKEN:
         nan = sum(each.movement.nan for each in weights)
         infinite = sum(each.movement.infinite for each in weights)
@@ -215,7 +223,8 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
             "weights under autocast"
         )
     if broken:
-        return f"VERDICT: {len(broken)} of {len(findings)} weights hold NaN or infinities"
+        own = " or their optimizer's states" if any(each.why for each in broken) else ""
+        return f"VERDICT: {len(broken)} of {len(findings)} weights{own} hold NaN or infinities"
     unseen = [each.weight for each in findings if each.verdict == UNSEEN]
     if unseen and bad and all(each.hidden for each in unseen):
         return (
