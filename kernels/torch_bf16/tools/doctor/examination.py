@@ -19,7 +19,7 @@ from .known_updates import steps_taken
 from .movement import Movement, movement
 from .next_update import NextUpdate, Rounding, next_update, rounding
 
-__all__ = ["Examination", "Examined", "examine"]
+__all__ = ["Examination", "Examined", "examine", "lacks_bits"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _COUNTS = (torch.int64, torch.bool)  # of buffers, never of weights
@@ -38,7 +38,7 @@ class Examined:
         rounding: what happens to small updates, as far as the later checkpoint tells.
         master: whether either checkpoint has an exact master of it.
         lacks: which checkpoint, ``"earlier"`` or ``"later"``, has no master although the other one
-            does, so that the bf16 numbers of both were compared; else None.
+            does, or is in fp32, so that the bf16 numbers of both were compared; else None.
         hidden: whether an optimizer keeps bits of it that cannot be read here.
         frozen: whether the later checkpoint shows that no optimizer updates it.
     """
@@ -110,7 +110,7 @@ def examine(
         old = None if before is None or old_name is None else before.tensors[old_name]
         old_state = nothing[0] if old_name is None else earlier.get(old_name, nothing)[0]
         first, last, lacks = _readers(old, old_state, new, state)
-        moved = movement(first, last, new.numel)
+        moved = movement(first, last, new.numel, lacks is not None and _is_wide(new))
         found.append(
             Examined(
                 name,
@@ -126,13 +126,23 @@ def examine(
             )
         )
     for which, path in (("earlier", before and before.path), ("later", after.path)):
-        if lacking := sum(each.lacks == which for each in found):
-            notes.append(
-                f"{path} lacks the exact masters of {lacking} weights, which the other checkpoint "
-                "has in its optimizer's state: their bf16 numbers were compared, so that only "
-                "moves of at least a bf16 spacing show"
-            )
+        for master in (True, False):
+            lack = [each for each in found if each.lacks == which and lacks_bits(each)]
+            lacking = sum(each.master == master for each in lack)
+            if lacking:
+                what = "the exact masters" if master else "all but the bf16 numbers"
+                where = "has in its optimizer's state" if master else "has in fp32"
+                notes.append(
+                    f"{path} lacks {what} of {lacking} weights, which the other checkpoint "
+                    f"{where}: their bf16 numbers were compared, so that only moves of at least a "
+                    "bf16 spacing show"
+                )
     return Examination(found, before is not None, _steps(before, after, states), notes)
+
+
+def lacks_bits(weight: Examined) -> bool:
+    """Whether one checkpoint has more of a weight than bf16 numbers, and the other has not."""
+    return weight.lacks is not None and (weight.master or not weight.movement.rounded)
 
 
 def _refuse_swapped(before: Saved | None, after: Saved) -> None:
@@ -168,8 +178,8 @@ def _readers(
     if _is_wide(old):
         # Training in fewer bits began with this cast.
         return (lambda a, b: first(a, b).to(new.dtype).float()), last, None
-    lacks = "earlier" if has_master(new, state) else "later" if has_master(old, old_state) else None
-    return first, last, lacks
+    rounded = has_master(new, state) or (_is_wide(new) and old.dtype == torch.bfloat16)
+    return first, last, "earlier" if rounded else "later" if has_master(old, old_state) else None
 
 
 def _is_wide(tensor: SavedTensor) -> bool:
@@ -241,21 +251,32 @@ def _told(notes: list[str]) -> str:
 
 
 def _match_names(before: Saved, weights: dict[str, SavedTensor]) -> dict[str, str]:
-    """Match names as they are, else without wrappers' parts, else without one side's first part.
+    """Match names as they are, the rest without wrappers' parts; else without one's first part.
 
     Names that are alike then, such as those of a generator and a discriminator, match nothing.
     """
-    for later, earlier in (
-        (str, str),
-        (bare_name, bare_name),
-        (_inner, bare_name),
-        (bare_name, _inner),
-    ):
-        counts = Counter(map(earlier, before.tensors))
-        short = {earlier(name): name for name in before.tensors if counts[earlier(name)] == 1}
-        if found := {name: short[later(name)] for name in weights if later(name) in short}:
-            return found
-    return {}
+    found: dict[str, str] = {}
+    # Only a part of a model may be wrapped, as by torch.compile.
+    for later, earlier in ((str, str), (bare_name, bare_name)):
+        found |= _matching(before.tensors.keys() - found.values(), earlier, weights, later, found)
+    for later, earlier in ((_inner, bare_name), (bare_name, _inner)):
+        found = found or _matching(before.tensors, earlier, weights, later, found)
+    return found
+
+
+def _matching(
+    before: Iterable[str],
+    earlier: Callable[[str], str],
+    after: Iterable[str],
+    later: Callable[[str], str],
+    found: Mapping[str, str],
+) -> dict[str, str]:
+    """What is not found yet and has, shortened, the name of one earlier weight alone."""
+    names = [*before]
+    counts = Counter(map(earlier, names))
+    short = {earlier(name): name for name in names if counts[earlier(name)] == 1}
+    rest = [name for name in after if name not in found]
+    return {name: short[later(name)] for name in rest if later(name) in short}
 
 
 def _inner(name: str) -> str:

@@ -93,8 +93,11 @@ class Movement:
         reference = self.reference
         if reference is None:
             return None
-        went = torch.minimum(self.distances, self.counts * reference).sum()
-        return float(went / (self.numel * reference))
+        # Every update moves a zero: those that stand, as pruned weights do, are not rounded.
+        first = 1 if self.counts[1:].any() else 0
+        counts, distances = self.counts[first:], self.distances[first:]
+        went = torch.minimum(distances, counts * reference).sum()
+        return float(went / (counts.sum() * reference))
 
     @property
     def standing(self) -> float | None:
@@ -111,13 +114,15 @@ class Movement:
         return size
 
 
-def movement(before: Read | None, after: Read, numel: int) -> Movement:
+def movement(before: Read | None, after: Read, numel: int, coarse: bool = False) -> Movement:
     """Compare a weight with its earlier numbers, a piece at a time.
 
     Args:
         before: reads the elements of the earlier checkpoint; None if there is only one checkpoint.
         after: reads the elements of the later checkpoint.
         numel: how many elements there are.
+        coarse: whether ``before`` was rounded to bf16, and ``after`` was not. What it would be
+            rounded to the same number has not moved as far as can be seen.
     """
     found = Movement(numel)
     for start in range(0, numel, CHUNK):
@@ -138,6 +143,8 @@ def movement(before: Read | None, after: Read, numel: int) -> Movement:
             continue
         found.ones_before += int((x == 1).count_nonzero())
         step = (y - x).abs_()
+        if coarse:
+            step.masked_fill_(y.bfloat16().float() == x, 0.0)
         if not bool(step.amax().isfinite()):
             step.nan_to_num_(0.0, 0.0, 0.0)
         moved = int(step.count_nonzero())
@@ -149,9 +156,18 @@ def movement(before: Read | None, after: Read, numel: int) -> Movement:
     return found
 
 
-def half_spacings(x: Tensor) -> Tensor:
-    """Half a bf16 spacing at each number; fp32, never 0."""
+def half_spacings(x: Tensor, step: Tensor | None = None) -> Tensor:
+    """Half a bf16 spacing at each number; fp32, never 0.
+
+    Args:
+        x: the numbers.
+        step: which way they move; away from zero if None. Toward zero, the spacing at a power of
+            two is the smaller one of the numbers below it.
+    """
     exponents = x.view(torch.int32) & 0x7F800000
+    if step is not None:
+        inward = ((x.view(torch.int32) & 0x7FFFFF) == 0) & (x * step < 0)
+        exponents -= inward.int() << 23
     return exponents.sub_((_MANTISSA + 1) << 23).clamp_(min=1).view(torch.float32)
 
 

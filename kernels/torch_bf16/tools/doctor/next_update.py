@@ -99,7 +99,7 @@ def next_update(
         stored = (w + d).bfloat16().float() - w.bfloat16().float()
         product += float(stored.double() @ d.double())
         squares += float(d.double() @ d.double())
-        below += int((d.abs() < half_spacings(w)).sum())
+        below += int((d.abs() < half_spacings(w, d)).sum())
     if not squares and not broken:
         return None
     survived = product / squares if squares else 1.0

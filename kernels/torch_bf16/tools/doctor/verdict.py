@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch_bf16.tools.sampling import STALLING, kind_of
 
-from .examination import Examination, Examined
+from .examination import Examination, Examined, lacks_bits
 
 __all__ = ["Finding", "Verdict", "judge"]
 
@@ -112,7 +112,7 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
         stalls = plan.survived < STALLING and not learned
         return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
     if compared and not moved.moved:
-        unseen = each.lacks is not None or each.hidden
+        unseen = each.hidden or lacks_bits(each)
         return Finding(each, UNSEEN if unseen else STANDS, 0.0)
     unclear = each.rounding == "unknown" or (each.rounding == "nearest" and plan is None)
     if unclear and not compared:
@@ -167,6 +167,8 @@ def _sentence(
         return f"{several} has not moved{during}{why}"
     if verdict == UNSEEN:
         why = "it has an exact master, and only one of the two checkpoints has that"
+        if not any(each.master for each in weights):
+            why = "only one of the two checkpoints has it in fp32"
         if all(each.hidden for each in weights):
             why = "its optimizer keeps its lost bits in a form that cannot be read here"
         return f"{several}: none of its bf16 numbers changed{during}, which proves nothing: {why}"
@@ -181,7 +183,7 @@ def _sentence(
         return (
             f"{several} stalls: all {numel:,} gains are exactly 1.0, as they were{during}, while "
             f"small weights moved by {usual or 0:.2g}; a bf16 number at 1.0 does not move for less "
-            f"than {_half(weights):.2g} in one step"
+            f"than {_half(weights) / 2:.2g} in one step"
         )
     if why == "size":
         at = [each.movement.standing for each in weights]
@@ -235,7 +237,7 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
     if unseen and bad:
         return (
             "VERDICT: these two checkpoints cannot tell: no bf16 number changed, and one of them "
-            "lacks the exact masters. Give two checkpoints with their optimizer's state"
+            "lacks the exact numbers. Give two checkpoints with their optimizer's state"
         )
     if bad:
         return "VERDICT: nothing was learned between the two"
@@ -248,5 +250,7 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
             "Give an earlier one, too"
         )
     seen = "it moved as it should" if found.compared else "no update would be lost to rounding"
-    rest = f"; {unjudged} of {len(findings)} weights were not judged" if unjudged else ""
+    standing = sum(each.verdict == STANDS for each in findings)
+    rest = f"; {standing} of {len(findings)} weights have not moved" if standing else ""
+    rest += f"; {unjudged} of {len(findings)} weights were not judged" if unjudged else ""
     return f"VERDICT: no weight stalls{during}: {seen}{rest}"
