@@ -80,3 +80,19 @@ def test_a_verdict_says_how_many_weights_have_not_moved(tmp_path, capsys):
     paths = saved(tmp_path / "a.pt", before), saved(tmp_path / "b.pt", after)
     assert cli.main(["doctor", *map(str, paths)]) == 0
     assert "it moved as it should; 1 of 2 weights have not moved" in capsys.readouterr().out
+
+
+def test_masters_that_deepspeed_keeps_in_its_own_folder_are_not_denied(tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = {"n.weight": torch.ones(64), "w.weight": gaussian(200, 200)}
+    moved = {name: each + 0.0015 for name, each in weights.items()}
+    for after, expected in ((weights, (3, None)), (moved, (0, True))):
+        folders = [tmp_path / f"checkpoint-{step}" for step in (10, 20)]
+        for folder, content in zip(folders, (weights, after), strict=True):
+            (folder / "global_step10").mkdir(parents=True, exist_ok=True)
+            rounded = {name: each.bfloat16() for name, each in content.items()}
+            safetensors.save_file(rounded, folder / "model.safetensors")
+        status, found = doctor(*folders, tmp_path / "found.json")
+        assert (status, found["healthy"]) == expected
+        assert verdicts(found)["n.weight"] == "not seen"
+    assert "in DeepSpeed's folder global_step10" in capsys.readouterr().out

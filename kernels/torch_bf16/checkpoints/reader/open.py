@@ -48,6 +48,12 @@ def open_checkpoint(path: Path, verify: bool = False) -> Saved:
         if found.further and found.optimizers:
             more = ", ".join(each.name for each in found.further)
             found.notes.append(f"of the optimizers of {path}, only the first was read: not {more}")
+        if not found.optimizers and (sharded := sorted(path.glob("global_step*"))):
+            found.further, found.hidden = sharded, True
+            found.notes.append(
+                f"{path} has its optimizer's state in DeepSpeed's folder {sharded[-1].name}: it "
+                "was not read, nor were the exact masters that it may hold"
+            )
     elif not path.exists():
         raise FileNotFoundError(f"there is no {path}")
     elif not path.is_file():

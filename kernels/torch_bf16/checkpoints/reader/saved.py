@@ -107,6 +107,7 @@ class Saved:
         left_out: names of tensors of the model that were, because they cannot be read here.
         ordered: whether names are in the order of the module that was saved.
         further: files or folders of further optimizers, which were not read.
+        hidden: whether one of these may hold more bits of the weights.
     """
 
     path: Path
@@ -117,6 +118,7 @@ class Saved:
     left_out: list[str] = field(default_factory=list)
     ordered: bool = True
     further: list[Path] = field(default_factory=list)
+    hidden: bool = False
 
     def untied(self) -> dict[str, SavedTensor]:
         """The tensors, each under its first name only."""

@@ -121,7 +121,8 @@ def examine(
                 rounding(new, state, header),
                 has_master(new, state) or (old is not None and has_master(old, old_state)),
                 lacks,
-                hides_bits(new, state) or (old is not None and hides_bits(old, old_state)),
+                _hides(after, new, state)
+                or (before is not None and old is not None and _hides(before, old, old_state)),
                 assigned.complete and name not in states,
             )
         )
@@ -138,6 +139,10 @@ def examine(
                     "bf16 spacing show"
                 )
     return Examination(found, before is not None, _steps(before, after, states), notes)
+
+
+def _hides(saved: Saved, tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
+    return hides_bits(tensor, state) or (saved.hidden and not _is_wide(tensor))
 
 
 def lacks_bits(weight: Examined) -> bool:

@@ -102,7 +102,7 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
         survived = moved.survived
         if survived is not None:
             lost, why = 1 - survived, "size"
-        elif gains and not each.frozen and moved.ones_before == moved.numel:
+        elif gains and not (each.frozen or each.hidden) and moved.ones_before == moved.numel:
             lost, why = 1.0, "gain"
     if 1 - lost < STALLING:
         return Finding(each, STALLS, lost, why)
