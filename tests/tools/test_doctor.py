@@ -189,3 +189,19 @@ def test_nothing_is_said_of_masters_that_cannot_be_compared(tmp_path, capsys):
     status, found = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
     assert (status, found["healthy"]) == (3, None)
     assert "VERDICT: these two checkpoints cannot tell" in capsys.readouterr().out
+
+
+def test_a_run_in_which_hardly_anything_moved_is_not_cleared(tmp_path, capsys):
+    start = gaussian(200, 200)
+    lost = walk(start.bfloat16().float(), 1e-8, 20, rounded=True)
+    assert 0.99 < float((lost == start.bfloat16().float()).float().mean()) < 1
+    bias = torch.zeros(200), walk(torch.zeros(200), 1e-8, 20, rounded=True)
+    weights = zip((start, lost), bias, strict=True)
+    paths = [
+        saved(tmp_path / f"{number}.pt", {"w.weight": w.bfloat16(), "w.bias": b.bfloat16()})
+        for number, (w, b) in enumerate(weights)
+    ]
+    status, found = doctor(*paths, tmp_path / "found.json")
+    assert (status, found["healthy"]) == (3, None)
+    assert verdicts(found) == {"w.weight": "not judged", "w.bias": "learns"}
+    assert "too few have to tell what rounding took. Give two" in capsys.readouterr().out

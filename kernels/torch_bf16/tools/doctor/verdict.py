@@ -17,6 +17,7 @@ STALLS, BROKEN, LOSES, STANDS = "stalls", "broken", "loses", "stands still"
 UNSEEN, UNJUDGED, FINE = "not seen", "not judged", "learns"
 _BAD = (STALLS, BROKEN)
 _LOSING = 0.9
+_HARDLY = 0.9  # the share of elements that stand, from which on few have moved
 _MOST_KINDS = 8
 _STEPS = 100_000  # assumed if their number is unknown
 
@@ -31,9 +32,9 @@ class Finding:
             gradient: not by rounding), ``"not seen"`` (no bf16 number moved, and it has an exact
             master that one of the checkpoints lacks, or bits that cannot be read here),
             ``"not judged"`` (one checkpoint, which does not say what its next update is, or how it
-            is rounded) or ``"learns"``.
+            is rounded; or two between which few elements moved) or ``"learns"``.
         lost: the share missing of the distance that it should move; None if it was not judged.
-        why: the evidence: ``"size"``, ``"gain"``, ``"state"``, ``"rounding"`` or empty.
+        why: the evidence: ``"size"``, ``"gain"``, ``"state"``, ``"rounding"``, ``"few"`` or empty.
     """
 
     weight: Examined
@@ -83,7 +84,8 @@ def judge(found: Examination) -> Verdict:
         sentences.insert(0, "not one element differs: the same checkpoint twice, or nothing learns")
     sentences.append(_summary(findings, found, bad or unchanged))
     healthy = not bad and not unchanged
-    if not bad and (unseen or all(each.verdict == UNJUDGED for each in findings)):
+    unjudged = _hardly_moved(findings) or all(each.verdict == UNJUDGED for each in findings)
+    if not bad and (unseen or unjudged):
         healthy = None
     return Verdict(findings, sentences, healthy)
 
@@ -115,9 +117,18 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
         unseen = each.hidden or lacks_bits(each)
         return Finding(each, UNSEEN if unseen else STANDS, 0.0)
     unclear = each.rounding == "unknown" or (each.rounding == "nearest" and plan is None)
+    few = rounded and moved.reference is None and moved.unmoved > _HARDLY
+    if unclear and compared and few:
+        return Finding(each, UNJUDGED, None, "few")
     if unclear and not compared:
         return Finding(each, UNJUDGED, None, "state" if plan is None else "rounding")
     return Finding(each, LOSES if 1 - lost < _LOSING else FINE, lost, why)
+
+
+def _hardly_moved(findings: Sequence[Finding]) -> bool:
+    """Whether that few elements moved leaves open how most elements of a run are rounded."""
+    sizes = [(each.weight.movement.numel, each.why) for each in findings]
+    return sum(n for n, why in sizes if why == "few") > sum(n for n, _ in sizes) / 2
 
 
 def _gains_stand_still(found: Examination, usual: float | None) -> bool:
@@ -172,6 +183,11 @@ def _sentence(
         if all(each.hidden for each in weights):
             why = "its optimizer keeps its lost bits in a form that cannot be read here"
         return f"{several}: none of its bf16 numbers changed{during}, which proves nothing: {why}"
+    if verdict == UNJUDGED and why == "few":
+        return (
+            f"{several} was not judged: {1 - moved / numel:.1%} of {numel:,} elements have not "
+            f"moved{during}, and too few have to tell what rounding took"
+        )
     if verdict == UNJUDGED:
         fault = "its optimizer's state, if any, does not determine the next update"
         if why == "rounding":
@@ -241,6 +257,12 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
         )
     if bad:
         return "VERDICT: nothing was learned between the two"
+    if _hardly_moved(findings):
+        return (
+            "VERDICT: these two checkpoints cannot tell: most elements have not moved, and too few "
+            "have to tell what rounding took. Give two checkpoints that lie further apart, or the "
+            "optimizer's state"
+        )
     unjudged = sum(each.verdict == UNJUDGED for each in findings)
     if unjudged == len(findings):
         unknown = all(each.why == "rounding" for each in findings)
