@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = [
     "TransposedOrder",
     "as_it_lies",
+    "is_shared",
     "over_same_memory",
     "place_and_version",
     "share_like",
@@ -174,11 +175,19 @@ def share_like(new: Tensor, old: Tensor) -> Tensor:
     """
     if multiprocessing.parent_process() is not None:
         return new
-    # All memory of GPUs counts as shared, and so does that of a file.
-    plain = type(new) is Tensor and type(old) is Tensor and new.is_cpu and old.is_cpu
-    if plain and old.is_shared() and old.untyped_storage().filename is None:
+    if type(new) is Tensor and new.is_cpu and is_shared(old):
         new.share_memory_()
     return new
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a plain tensor, or a parameter's, is in host memory that ``share_memory_()`` shares.
+
+    torch counts all memory of GPUs and of files as shared, too.
+    """
+    if type(tensor.detach()) is not Tensor or not tensor.is_cpu:
+        return False
+    return tensor.is_shared() and tensor.untyped_storage().filename is None
 
 
 def place_and_version(tensor: Tensor) -> tuple[int, int]:

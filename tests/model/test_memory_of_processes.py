@@ -8,6 +8,7 @@ from own_process import printed_by
 from torch import nn
 
 import torch_bf16
+from torch_bf16 import errors
 
 MODES = ["bf16-stochastic", "bf16-fp32-master"]
 
@@ -63,13 +64,21 @@ def test_weights_in_private_memory_and_those_of_a_file_stay_out_of_shared_memory
     assert not any(p.is_shared() for p in model.parameters())
 
 
-def test_what_was_sent_to_another_process_is_cast_for_that_process_alone(monkeypatch):
+@pytest.mark.parametrize("replica", [False, True])
+def test_what_was_sent_to_another_process_is_cast_for_that_process_alone(
+    replica, monkeypatch, recwarn
+):
     model = nn.Linear(8, 8)
     model.share_memory()
     # Launchers send models so, to processes which then train replicas.
     monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    monkeypatch.setattr(errors, "_said", set())
+    if replica:
+        monkeypatch.setenv("RANK", "1")
     torch_bf16.cast_model(model)
     assert not any(p.is_shared() for p in model.parameters())
+    told = [each for each in recwarn if "no other process sees them" in str(each.message)]
+    assert len(told) == (not replica)
 
 
 def test_a_process_that_was_forked_after_a_cast_can_multiply():

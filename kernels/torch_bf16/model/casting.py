@@ -7,6 +7,8 @@ and makes metrics stop counting at 256. :func:`cast_model` casts parameters only
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.errors import warn
+from torch_bf16.errors import warn, warn_once
 from torch_bf16.locks import fork_safe_lock
-from torch_bf16.memory import share_like
+from torch_bf16.memory import is_shared, share_like
 from torch_bf16.model import remainders
 from torch_bf16.parameters import parameters_in
 from torch_bf16.recipe import Recipe, get_recipe
@@ -100,6 +102,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     watch_loading()
     gradient_of = {key: p.grad for key, p in changed.items() if p.grad is not None}
     _warn_of_buffers([*gradient_of.values()])
+    _warn_of_shared(changed.values())
     hooks = NodeHooks.of(changed.values())
     aliases = Alias.of(model, changed.values())
     dropped_from: dict[int, remainders.Dropped] = {}
@@ -232,6 +235,20 @@ def _warn_of_buffers(gradients: list[Tensor]) -> None:
             f"gradients ({views} in all) lie in larger buffers, and after the cast each has memory "
             "of its own: what reduces, clips or zeroes the buffers does not reach it any more. "
             "Cast the model, or prepare() it, before what makes the buffers",
+        )
+
+
+def _warn_of_shared(parameters: Iterable[nn.Parameter]) -> None:
+    """Warn if the cast takes weights out of memory that processes without ranks train together."""
+    if multiprocessing.parent_process() is None or not any(map(is_shared, parameters)):
+        return
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not (ranks or "RANK" in os.environ or "LOCAL_RANK" in os.environ):
+        warn_once(
+            "a model in memory that processes share was cast in a process that another one has "
+            "started: its bf16 weights are this process's own, and no other process sees them "
+            "move. To train one model by several processes (Hogwild), cast or prepare it in the "
+            "process that starts the others"
         )
 
 
