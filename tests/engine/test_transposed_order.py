@@ -151,6 +151,28 @@ def test_a_state_follows_its_weight_into_another_order(recipe):
             assert all(lies_like(p, s) for key, s in each.state[p].items() if key != "step")
 
 
+@pytest.mark.parametrize(
+    "lying",
+    [
+        torch.zeros(64, 64, 3, 3, dtype=BF16).to(memory_format=torch.channels_last),
+        torch.zeros(128, 64, dtype=BF16).t(),
+    ],
+    ids=["channels_last", "transposed"],
+)
+def test_moments_in_blocks_are_loaded_into_a_recipe_without_them(lying):
+    recipe = Recipe("blocks", exp_avg="int8", exp_avg_sq="int8")
+    trained = nn.Parameter(torch.randn(lying.shape).to(BF16))
+    saved = make_optimizer("adamw", recipe, "cpu", [("w", trained)])
+    take_steps(saved, range(2))
+    resumed = []
+    for like in (lying, trained):
+        weight = nn.Parameter(torch.empty_like(like).copy_(trained.detach()))
+        resumed.append(make_optimizer("adamw", "stochastic", "cpu", [("w", weight)]))
+        resumed[-1].load_state_dict(saved.state_dict())
+        take_steps(resumed[-1], [2])
+    assert_same(*map(snapshot, resumed))
+
+
 @pytest.mark.parametrize("recipe", ["stochastic", "master"])
 def test_exact_weights_are_written_where_they_lie(recipe):
     lying, rows = pair(ORDERS, recipe, "cpu")

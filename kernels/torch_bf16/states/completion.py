@@ -9,6 +9,7 @@ the rule's states (``exp_avg`` ...), and the planes of the weight beyond the par
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -120,8 +121,10 @@ def complete_moment(
         return tuple(home.zeros(plane.shape(home.shape), plane.dtype) for plane in format_.planes)
     # A tensor in no known format may still hold numbers; it is then converted to fp32.
     source = stored_format(state, name) or FP32
+    # Blocks are of neighbours in row-major order.
+    there = replace(home, order=None) if source.block > 1 else home
     saved = tuple(
-        _fitting(state[key], plane.shape(home.shape), home, key, label)
+        _fitting(state[key], plane.shape(home.shape), there, key, label)
         for key, plane in zip(source.plane_names(name), source.planes, strict=True)
     )
     if [each.dtype for each in saved] == [plane.dtype for plane in format_.planes]:
