@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.engine.batch import Batch
 from torch_bf16.gradients import sums
 from torch_bf16.memory import TransposedOrder, as_it_lies
 
@@ -210,6 +211,19 @@ def test_sums_of_micro_batches_have_the_bits_of_those_in_rows():
             optimizer.zero_grad()
     for p, q in zip(lying.parameters(), rows.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_sums_of_weights_that_take_turns_are_bound_once(monkeypatch):
+    weights = [nn.Parameter(tensor_in("channels_last", seed)) for seed in range(2)]
+    optimizer = make_optimizer("sgd", "stochastic", "eager", [*zip("ab", weights, strict=True)])
+    torch_bf16.accumulate_gradients(nn.ParameterList(weights), optimizer, "bf16_stochastic")
+    made = []
+    monkeypatch.setattr(sums, "Batch", lambda *args: made.append(args) or Batch(*args))
+    for number in range(8):
+        weight = weights[number % 2]
+        (weight * torch.ones_like(weight)).sum().backward()
+    # One for the first weight, and one for both.
+    assert len(made) == 2
 
 
 def test_orders_that_kernels_cannot_walk():

@@ -146,7 +146,12 @@ class Sums:
         if made is None or not made.fits(setting, by_member):
             self._keys = self._keys or optimizer._engine.names.keys(optimizer.param_groups)
             dtype = next(iter(additions.values())).new.dtype
-            orders = [None if each is None else each.order for each in by_member]
+            # Where there is no gradient now, the order of the last one: weights may take turns.
+            known = {} if made is None else dict(enumerate(made.orders))
+            orders = [
+                known.get(number) if each is None else each.order
+                for number, each in enumerate(by_member)
+            ]
             launches = _launches(group.members, totals, orders, dtype, optimizer, self._keys)
             numels = [local(each).numel() for each in group.members]
             made = group.made = _Made(setting, numels, orders, launches)
