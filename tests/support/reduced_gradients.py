@@ -90,6 +90,7 @@ DDP = {
     "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 5e-4},
     "static-graph": {"static_graph": True, "bucket_cap_mb": 5e-4},
     "unused": {"find_unused_parameters": True, "bucket_cap_mb": 5e-4},
+    "transposed": {"bucket_cap_mb": 5e-4},
 }
 
 
@@ -98,7 +99,10 @@ def run_ddp(group=None, members=None):
     members = list(range(dist.get_world_size())) if members is None else members
     rank = dist.get_rank()
     for option, options in DDP.items():
-        model = DistributedDataParallel(Model(), process_group=group, **options)
+        module = Model()
+        if option == "transposed":
+            module.wide.data = module.wide.data.t().contiguous().t()
+        model = DistributedDataParallel(module, process_group=group, **options)
         optimizer = optimizer_of(model)
         torch_bf16.reduce_gradients(model, optimizer)
         for step in (1, 2, 3):

@@ -54,8 +54,8 @@ class Task:
         device: where gradients are and the kernel runs, even if planes are in host memory. None
             for the device of the first plane.
         order: the order of the elements in planes and gradients, which are contiguous all the same
-            (:func:`torch_bf16.memory.as_it_lies`), if the span is a whole tensor that lies so. None
-            for row-major order.
+            (:func:`torch_bf16.memory.as_it_lies`), if the whole tensor lies so; the span's offset
+            is then its place in that memory. None for row-major order.
     """
 
     span: Span
@@ -82,7 +82,7 @@ class Task:
         span, order = self.span, self.order
         if order is None:
             return span.numel, span.offset, span.width, span.pitch
-        return span.numel, 0, order.columns, order.rows
+        return span.numel, span.offset, order.columns, order.rows
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_bf16.engine.batch import Batch, Task
+from torch_bf16.engine.batch import Batch, Task, alike
 from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.memory import TransposedOrder
 from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, tensor_key
 from torch_bf16.parameters import parameters_in, parameters_of
 from torch_bf16.rules import STORE
@@ -86,14 +87,14 @@ class _Share:
         owners: the owner of each of the bucket's parameters.
         spans: the elements of parameters that lie in the share, with the parameters' numbers.
         bases: int64 ``[spans, 2]``, the starting point of each span's noise.
-        batch: rounds the spans; None if there are none.
+        batches: round the spans, each those at some places in the list.
     """
 
     setting: tuple[Any, ...]
     owners: list[_Owner]
     spans: list[tuple[int, Span]]
     bases: np.ndarray
-    batch: Batch | None
+    batches: list[tuple[list[int], Batch]]
 
 
 class BucketReduction(Reducer):
@@ -177,17 +178,19 @@ class BucketReduction(Reducer):
             share = self._shares[bucket] = self._share(setting, parameters, rounded)
         # Also for parameters that another rank rounds: the next buckets may differ.
         draws = [owner.draw(p) for owner, p in zip(share.owners, parameters, strict=True)]
-        if share.batch is None:
+        if not share.spans:
             return rounded
-        share.batch.move([((span.of(rounded),),) for _, span in share.spans])
         steps, counts = np.array([draws[number] for number, _ in share.spans], np.int64).T
         words = sum_base((share.bases[:, 0], share.bases[:, 1]), steps)
         bases = np.stack(words, axis=1).astype(np.uint32)[:, None]
-        with torch.no_grad():
-            means = [span.of(mean) for _, span in share.spans]
-            share.batch.run_alike(means, counts.tolist(), bases=bases)
-        # The batch would keep the memory alive until the next pass.
-        share.batch.move(None)
+        for places, batch in share.batches:
+            spans = [share.spans[place][1] for place in places]
+            batch.move([((span.of(rounded),),) for span in spans])
+            with torch.no_grad():
+                means = [span.of(mean) for span in spans]
+                batch.run_alike(means, counts[places].tolist(), bases=bases[places])
+            # The batch would keep the memory alive until the next pass.
+            batch.move(None)
         return rounded
 
     def _share(self, setting: tuple[Any, ...], parameters: list[Tensor], rounded: Tensor) -> _Share:
@@ -195,6 +198,8 @@ class BucketReduction(Reducer):
         owner_of = {p: each for each in self._owners for p in parameters_of(each.optimizer)}
         owners = [owner_of.get(p, self._owners[0]) for p in parameters]
         first = rounded.numel() * dist.get_rank(self._group)
+        # DDP lays out a bucket by the order of each parameter's memory.
+        orders = [*map(TransposedOrder.of, parameters)]
         spans: list[tuple[int, Span]] = []
         end = 0
         for number, parameter in enumerate(parameters):
@@ -208,9 +213,18 @@ class BucketReduction(Reducer):
             stream_base(owners[number].setting.seed, tensor_key(span.name), REDUCTION.stream)
             for number, span in spans
         ]
-        tasks = [
-            Task(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32)
-            for _, span in spans
+        rows = [
+            (
+                place,
+                Task(
+                    *(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32),
+                    order=orders[number],
+                ),
+            )
+            for place, (number, span) in enumerate(spans)
         ]
-        batch = Batch(tasks, 0, self._owners[0].setting.backend) if tasks else None
-        return _Share(setting, owners, spans, np.array(words, np.int64), batch)
+        backend, batches = self._owners[0].setting.backend, []
+        for some in alike(rows, lambda row: row[1].variant):
+            places, tasks = [place for place, _ in some], [task for _, task in some]
+            batches.append((places, Batch(tasks, 0, backend)))
+        return _Share(setting, owners, spans, np.array(words, np.int64), batches)
