@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exported import export_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,6 +47,21 @@ def test_a_folder_that_replaces_another_is_read_as_it_lies(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
         dcp.save({"weight": weight}, checkpoint_id=folder)
         assert torch.equal(open_checkpoint(folder).tensors["weight"].whole(), weight)
+
+
+def test_the_master_of_a_number_is_read(tmp_path):
+    """Such as CLIP's logit_scale, whose states have its shape, ()."""
+    model = torch.nn.ParameterDict({"scale": torch.tensor(0.3)})
+    model, optimizer = torch_bf16.prepare(
+        model, torch.optim.AdamW(model.parameters()), "bf16-fp32-master"
+    )
+    model["scale"].grad = torch.ones_like(model["scale"])
+    optimizer.step()
+    states = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optim": states}, checkpoint_id=tmp_path / "run")
+    export_file(tmp_path / "run", tmp_path / "out.pt")
+    exact = optimizer.exact_weight(model["scale"])
+    assert torch.equal(torch.load(tmp_path / "out.pt")["scale"], exact)
 
 
 @pytest.mark.parametrize("part", [b"", b"weight"], ids=["first byte", "name"])

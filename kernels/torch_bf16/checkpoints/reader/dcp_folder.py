@@ -104,7 +104,7 @@ class _States:
             name = ".".join(map(str, outer)) if len(outer) > 1 else outer[0]
             found = value()
             counts = isinstance(found, SavedTensor) and is_scalar(last, found.shape)
-            self.states[name][last] = found.read(0, 1) if counts else found
+            self.states[name][last] = found.whole() if counts else found
         elif where and word == HEADER:
             of = functools.reduce(lambda d, part: d.setdefault(part, {}), where[:-1], self.header)
             of[where[-1]] = value()
