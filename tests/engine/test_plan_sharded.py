@@ -178,3 +178,16 @@ def test_a_plain_gradient_of_a_dtensor_is_refused_and_nothing_is_updated(twins):
     with pytest.raises(ValueError, match="is a DTensor and has a gradient that is a plain tensor"):
         twins.step(lambda memory, mesh: memory)
     assert torch.equal(memory_of(twins.sharded[0]), before)
+
+
+def test_states_of_a_replicated_weight_show_the_order_in_which_they_lie(one_rank):
+    """DTensor decides by it whether flatten() can be a view."""
+    memory = torch.randn(6, 5, 3, 3).to(BF16, memory_format=torch.channels_last)
+    weight = nn.Parameter(placed(memory, one_rank, Replicate()))
+    optimizer = torch_bf16.AdamW([("w", weight)], lr=0.01, recipe="bf16-fp32-master")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for key, state in optimizer.state[weight].items():
+        if key != "step":
+            assert state.stride() == state.to_local().stride() == memory.stride()
+            assert torch.equal(state.flatten().to_local(), state.to_local().flatten())

@@ -112,6 +112,8 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
     shape = torch.Size(tensor.shape if shape is None else shape)
     # Without shape and stride an uneven shard would be taken for an even one.
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if memory.shape == shape and not memory.is_contiguous():
+        stride = memory.stride()
     beside = memory.device.type not in ("meta", placed.device_mesh.device_type)
     made: Any = DTensor.from_local(
         # from_local would move host memory to the mesh's device.
