@@ -1,8 +1,10 @@
-"""Refuses a broadcast of states that would reach the first rank alone.
+"""Lets all ranks get the states that the first one has, or refuses to broadcast them.
 
 ``set_optimizer_state_dict`` with ``broadcast_from_rank0=True`` sends the other ranks only the
 entries that they have already. Of a weight whose exact master was saved in another format, as by
 FSDP1 or with another recipe, they would continue from the bf16 number, and rank 0 from the master.
+And it sends the memory of each tensor, which the others take for one in row-major order: states of
+a weight in channels_last would get there with their numbers in other places.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import functools
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_bf16.errors import StateMismatchError
 from torch_bf16.states.views import MASTERS
@@ -29,11 +33,12 @@ def watch_broadcasts() -> None:
 
 @functools.cache
 def _replacement(module: Any) -> Replacement:
-    return Replacement("broadcast_states", module, "_broadcast_state_dict", _refusing)
+    return Replacement("broadcast_states", module, "_broadcast_state_dict", _checking)
 
 
-def _refusing(original: Any) -> Any:
+def _checking(original: Any) -> Any:
     def broadcast_state_dict(full: Any, local: Any, *args: Any, **kwargs: Any) -> None:
+        full = {key: _in_rows(each) for key, each in full.items()}
         owners = {key.rpartition(".")[0] for key in local if _is_master(key)}
         if not owners:
             # So is a broadcast of weights, which ranks without our optimizers may take part in.
@@ -55,6 +60,11 @@ def _refusing(original: Any) -> Any:
         original(full, local, *args, **kwargs)
 
     return broadcast_state_dict
+
+
+def _in_rows(value: Any) -> Any:
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return value.contiguous() if dense else value
 
 
 def _is_master(key: str) -> bool:
