@@ -25,15 +25,30 @@ __all__ = ["watch_broadcasts"]
 
 
 def watch_broadcasts() -> None:
-    """Look at what torch's module for distributed state dicts sends, once a program has it."""
+    """Look at what torch's modules for distributed state dicts send, once a program has them."""
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if hasattr(module, "_broadcast_state_dict"):
         _replacement(module).apply()
+    fsdp1 = sys.modules.get("torch.distributed.fsdp._optim_utils")
+    if hasattr(fsdp1, "_broadcast_state"):
+        _replacement_of_fsdp1(fsdp1).apply()
 
 
 @functools.cache
 def _replacement(module: Any) -> Replacement:
     return Replacement("broadcast_states", module, "_broadcast_state_dict", _checking)
+
+
+@functools.cache
+def _replacement_of_fsdp1(module: Any) -> Replacement:
+    return Replacement("broadcast_states", module, "_broadcast_state", _in_rows_from_first)
+
+
+def _in_rows_from_first(original: Any) -> Any:
+    def broadcast_state(fsdp_state: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(fsdp_state, _in_rows(state), *args, **kwargs)
+
+    return broadcast_state
 
 
 def _checking(original: Any) -> Any:
