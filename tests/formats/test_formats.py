@@ -85,7 +85,7 @@ def numba_codec(name: str):
     return (
         codegen.reads(compiler, formats, [0]),
         codegen.writes(compiler, formats, [0], [(0, WEIGHT.shift)]),
-        codegen.words(compiler, 1),
+        codegen.words(compiler, 1, transposed=False),
         pointers(formats),
     )
 
@@ -98,7 +98,7 @@ def numba_encode(name: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
     def run(addresses, x, keys):
         planes = planes_at(row(addresses, 0), 0)
         for i in range(0, len(x), 2):
-            words = words_of(keys, low32(i), low32(i))
+            words = words_of(keys, low32(i), low32(i), ())
             write(planes, np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
 
     planes = tuple(np.zeros(len(x), numpy_of(p.dtype)) for p in FORMATS[name].planes)
