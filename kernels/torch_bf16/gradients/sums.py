@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -147,11 +148,9 @@ class Sums:
             self._keys = self._keys or optimizer._engine.names.keys(optimizer.param_groups)
             dtype = next(iter(additions.values())).new.dtype
             # Where there is no gradient now, the order of the last one: weights may take turns.
-            known = {} if made is None else dict(enumerate(made.orders))
-            orders = [
-                known.get(number) if each is None else each.order
-                for number, each in enumerate(by_member)
-            ]
+            last = () if made is None else made.orders
+            pairs = zip_longest(by_member, last)
+            orders = [known if each is None else each.order for each, known in pairs]
             launches = _launches(group.members, totals, orders, dtype, optimizer, self._keys)
             numels = [local(each).numel() for each in group.members]
             made = group.made = _Made(setting, numels, orders, launches)

@@ -213,16 +213,11 @@ class BucketReduction(Reducer):
             stream_base(owners[number].setting.seed, tensor_key(span.name), REDUCTION.stream)
             for number, span in spans
         ]
-        rows = [
-            (
-                place,
-                Task(
-                    *(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32),
-                    order=orders[number],
-                ),
-            )
-            for place, (number, span) in enumerate(spans)
-        ]
+        rows = []
+        for place, (number, span) in enumerate(spans):
+            planes, order = ((span.of(rounded),),), orders[number]
+            task = Task(span, STORE, (BF16_STOCHASTIC,), planes, torch.float32, order=order)
+            rows.append((place, task))
         backend, batches = self._owners[0].setting.backend, []
         for some in alike(rows, lambda row: row[1].variant):
             places, tasks = [place for place, _ in some], [task for _, task in some]

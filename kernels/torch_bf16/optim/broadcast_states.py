@@ -26,22 +26,17 @@ __all__ = ["watch_broadcasts"]
 
 def watch_broadcasts() -> None:
     """Look at what torch's modules for distributed state dicts send, once a program has them."""
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if hasattr(module, "_broadcast_state_dict"):
-        _replacement(module).apply()
-    fsdp1 = sys.modules.get("torch.distributed.fsdp._optim_utils")
-    if hasattr(fsdp1, "_broadcast_state"):
-        _replacement_of_fsdp1(fsdp1).apply()
+    for module, function, around in (
+        ("torch.distributed.checkpoint.state_dict", "_broadcast_state_dict", _checking),
+        ("torch.distributed.fsdp._optim_utils", "_broadcast_state", _in_rows_from_first),
+    ):
+        if hasattr(sys.modules.get(module), function):
+            _replacement(sys.modules[module], function, around).apply()
 
 
 @functools.cache
-def _replacement(module: Any) -> Replacement:
-    return Replacement("broadcast_states", module, "_broadcast_state_dict", _checking)
-
-
-@functools.cache
-def _replacement_of_fsdp1(module: Any) -> Replacement:
-    return Replacement("broadcast_states", module, "_broadcast_state", _in_rows_from_first)
+def _replacement(module: Any, function: str, around: Any) -> Replacement:
+    return Replacement("broadcast_states", module, function, around)
 
 
 def _in_rows_from_first(original: Any) -> Any:

@@ -156,12 +156,12 @@ def step(
         scalars = scalars + (FACTOR(mean).to(tl.float32),)
 
     run = ()
-    if INDICES == "transposed":
-        width = tl.load(row + N_COLUMNS - 2)
-        run = matrix_at(start_index, width, tl.load(row + N_COLUMNS - 1))
-    elif INDICES == "strided":
+    if INDICES != "consecutive":
         width = tl.load(row + N_COLUMNS - 2)
         pitch = tl.load(row + N_COLUMNS - 1)
+    if INDICES == "transposed":
+        run = matrix_at(start_index, width, pitch)
+    elif INDICES == "strided":
         start_index = tl.load(row + 1) + first // width * pitch
         run = ((first % width).to(tl.int32), width.to(tl.int32), pitch)
 
